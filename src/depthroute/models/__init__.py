@@ -1,0 +1,7 @@
+"""Language models with a residual scheme of choice."""
+
+from depthroute.models.config import ModelConfig
+from depthroute.models.decoder import CausalLM, Decoder
+from depthroute.models.generate import generate
+
+__all__ = ["CausalLM", "Decoder", "ModelConfig", "generate"]

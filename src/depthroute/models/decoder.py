@@ -1,0 +1,256 @@
+"""A Llama-shaped decoder whose residual connections are a scheme of choice."""
+
+import zlib
+from collections.abc import Iterator
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from depthroute.models.config import ModelConfig
+from depthroute.nn import (
+    Attention,
+    AttentionContext,
+    Documents,
+    KVCache,
+    Linear,
+    LossSums,
+    RMSNorm,
+    SwiGLU,
+    linear_cross_entropy,
+)
+from depthroute.nn.context import attention_context
+from depthroute.residual import ResidualScheme
+from depthroute.residual.base import State
+
+Checkpointing = Literal["none", "layer", "depth_block"]
+
+
+class DecoderLayer(nn.Module):
+    """An attention and an MLP sublayer; it knows no residual scheme.
+
+    Args:
+        config: Shape of the decoder.
+        index: Place of the layer, from 0; its sites are `2 index` and `2 index + 1`.
+        emit_dim: Columns that the scheme wants from each output projection.
+    """
+
+    def __init__(self, config: ModelConfig, index: int, emit_dim: int) -> None:
+        super().__init__()
+        self.index = index
+        self.self_attn = Attention(
+            layer=index,
+            dim=config.hidden_size,
+            heads=config.num_attention_heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_width,
+            norm_eps=config.norm_eps if config.qk_norm else None,
+            emit_dim=emit_dim,
+        )
+        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, emit_dim)
+        self.input_layernorm = RMSNorm(config.norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.norm_eps)
+
+    def forward(self, state: State, residual: ResidualScheme, context: AttentionContext) -> State:
+        """Read, attend, write; read, transform, write."""
+        site = 2 * self.index
+        inputs, state = residual.read(state, site, self.input_layernorm)
+        state = residual.write(state, site, self.self_attn(*inputs, context=context))
+        inputs, state = residual.read(state, site + 1, self.post_attention_layernorm)
+        return residual.write(state, site + 1, self.mlp(*inputs))
+
+
+class Decoder(nn.Module):
+    """Embedding, layers and final norm: tokens in, hidden states out.
+
+    Args:
+        config: Shape of the decoder.
+
+    Attributes:
+        compute_dtype: Dtype of the residual stream, set by the embedding and followed by every
+            product; None is the dtype of the embedding's weight.
+        checkpointing: What is recomputed in the backward pass: nothing, each layer, or each depth
+            block of the residual scheme, at whose ends the least state is alive.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        if config.vocab_size < 1:
+            raise ValueError(f"vocab_size must be >= 1, got {config.vocab_size}")
+        self.config = config
+        self.compute_dtype: torch.dtype | None = None
+        self.checkpointing: Checkpointing = "none"
+        self.residual = config.build_residual()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, i, self.residual.emit_dim) for i in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.norm_eps)
+
+    def forward(
+        self,
+        ids: Tensor,
+        *,
+        documents: Documents | None = None,
+        cache: KVCache | None = None,
+        residual: ResidualScheme | None = None,
+    ) -> Tensor:
+        """Return the normed hidden states `[B, T, D]`.
+
+        Args:
+            ids: Tokens `[B, T]`, integers.
+            documents: Boundaries of packed documents; None for one document per row.
+            cache: Past tokens, which this call continues and extends.
+            residual: A scheme to use in place of the model's own, such as a probe around it.
+
+        Raises:
+            ValueError: `ids` of another shape or dtype, or documents together with a cache.
+        """
+        if ids.ndim != 2 or ids.is_floating_point():
+            raise ValueError(f"ids must be integers [B, T], got {ids.dtype} {tuple(ids.shape)}")
+        residual = residual or self.residual
+        x = self.embed_tokens(ids)
+        x = x.to(self.compute_dtype or x.dtype)
+        context = attention_context(
+            x,
+            head_dim=self.config.head_width,
+            theta=self.config.rope_theta,
+            documents=documents,
+            cache=cache,
+        )
+        state = residual(x)
+        for layers in self._groups():
+            if self.checkpointing == "none" or not torch.is_grad_enabled():
+                state = _run(layers, state, residual, context)
+            else:
+                state = checkpoint(
+                    _run,
+                    layers,
+                    state,
+                    residual,
+                    context,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                )
+        if cache is not None:
+            cache.advance(ids.shape[1])
+        return residual.finish(state, self.norm)
+
+    def _groups(self) -> Iterator[list[DecoderLayer]]:
+        """Cut the layers into the groups that are recomputed together."""
+        if self.checkpointing not in get_args(Checkpointing):
+            raise ValueError(
+                f"checkpointing must be one of {get_args(Checkpointing)}, "
+                f"got {self.checkpointing!r}"
+            )
+        layers, start = list(self.layers), 0
+        if self.checkpointing == "none":
+            yield layers
+            return
+        sites = range(2, 2 * len(layers) + 1, 2)
+        if self.checkpointing == "depth_block":
+            sites = self.residual.depth_block_ends
+        for end in dict.fromkeys((site + 1) // 2 for site in sites):
+            yield layers[start:end]
+            start = end
+
+
+def _run(
+    layers: list[DecoderLayer], state: State, residual: ResidualScheme, context: AttentionContext
+) -> State:
+    for layer in layers:
+        state = layer(state, residual, context)
+    return state
+
+
+class CausalLM(nn.Module):
+    """A decoder with a language-model head.
+
+    Args:
+        config: Shape of the model; `vocab_size` must be set.
+        seed: Seed of the initial weights; see `init_weights`. None leaves them uninitialised, for
+            a checkpoint to fill.
+
+    Raises:
+        ValueError: `vocab_size` is 0.
+    """
+
+    def __init__(self, config: ModelConfig, *, seed: int | None = 0) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        if seed is not None:
+            self.init_weights(seed)
+
+    def forward(
+        self,
+        ids: Tensor,
+        *,
+        documents: Documents | None = None,
+        cache: KVCache | None = None,
+        residual: ResidualScheme | None = None,
+    ) -> Tensor:
+        """Return the logits `[B, T, V]`; the arguments are those of `Decoder.forward`."""
+        hidden = self.model(ids, documents=documents, cache=cache, residual=residual)
+        return self.lm_head(hidden)
+
+    def loss(
+        self,
+        ids: Tensor,
+        targets: Tensor,
+        *,
+        documents: Documents | None = None,
+        chunk_tokens: int = 4096,
+    ) -> LossSums:
+        """Sum the loss over a batch without building all its logits.
+
+        Args:
+            ids: Tokens `[B, T]`.
+            targets: Next tokens `[B, T]`, or -100 where there is none.
+            documents: Boundaries of packed documents.
+            chunk_tokens: Tokens whose logits exist at a time.
+        """
+        hidden = self.model(ids, documents=documents)
+        return linear_cross_entropy(
+            hidden, self.lm_head.weight, targets, chunk_tokens=chunk_tokens
+        )
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        """Return an empty cache for `batch` rows of at most `capacity` tokens."""
+        weight = self.model.embed_tokens.weight
+        return KVCache(
+            self.config.num_hidden_layers,
+            batch,
+            self.config.kv_heads,
+            capacity,
+            self.config.head_width,
+            dtype=self.model.compute_dtype or weight.dtype,
+            device=weight.device,
+        )
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Draw every weight from `N(0, init_std^2)`; the residual scheme initialises its own.
+
+        Each parameter's draw depends on the seed and its name alone. So models that differ in the
+        residual scheme share the initial weights of everything else, whatever their order, device
+        or sharding.
+        """
+        names = {id(parameter): name for name, parameter in self.named_parameters()}
+
+        def draw(parameter: nn.Parameter) -> None:
+            source = torch.Generator().manual_seed(
+                zlib.crc32(f"{seed}/{names[id(parameter)]}".encode())
+            )
+            values = torch.empty(parameter.shape, dtype=torch.float32)
+            parameter.copy_(values.normal_(0.0, self.config.init_std, generator=source))
+
+        routing = {id(parameter) for parameter in self.model.residual.parameters()}
+        for parameter in self.parameters():
+            if id(parameter) not in routing:
+                draw(parameter)
+        self.model.residual.init_weights(draw)

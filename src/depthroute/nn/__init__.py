@@ -1,0 +1,22 @@
+"""Building blocks of a decoder that know no residual scheme."""
+
+from depthroute.nn.attention import Attention
+from depthroute.nn.cache import KVCache
+from depthroute.nn.context import AttentionContext, Documents
+from depthroute.nn.linear import Linear, OutProjection
+from depthroute.nn.loss import LossSums, linear_cross_entropy
+from depthroute.nn.mlp import SwiGLU
+from depthroute.nn.norm import RMSNorm
+
+__all__ = [
+    "Attention",
+    "AttentionContext",
+    "Documents",
+    "KVCache",
+    "Linear",
+    "LossSums",
+    "OutProjection",
+    "RMSNorm",
+    "SwiGLU",
+    "linear_cross_entropy",
+]

@@ -1,0 +1,54 @@
+"""Keys and values of past tokens."""
+
+import torch
+from torch import Tensor
+
+
+class KVCache:
+    """Preallocated keys and values of every layer, filled from the left.
+
+    Depth routing mixes within a token, so this is all that decoding needs for any scheme.
+
+    Args:
+        num_layers: Layers of the decoder.
+        batch: Rows.
+        heads: Key and value heads.
+        capacity: Most tokens a row can hold.
+        head_dim: Width of a head.
+        dtype: Of the entries.
+        device: Of the entries.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        batch: int,
+        heads: int,
+        capacity: int,
+        head_dim: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (num_layers, 2, batch, heads, capacity, head_dim)
+        self.entries = torch.zeros(shape, dtype=dtype, device=device)
+        self.length = 0
+
+    @property
+    def capacity(self) -> int:
+        """Return the most tokens a row can hold."""
+        return self.entries.shape[-2]
+
+    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Store new keys and values `[B, heads, T, head_dim]` and return all so far.
+
+        The length grows when the caller moves on with `advance`, once all layers have stored.
+        """
+        end = self.length + key.shape[-2]
+        self.entries[layer, 0, :, :, self.length : end] = key
+        self.entries[layer, 1, :, :, self.length : end] = value
+        return self.entries[layer, 0, :, :, :end], self.entries[layer, 1, :, :, :end]
+
+    def advance(self, num_tokens: int) -> None:
+        """Count `num_tokens` more as stored."""
+        self.length += num_tokens

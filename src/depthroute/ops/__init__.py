@@ -1,0 +1,8 @@
+"""Tensor operations of depth routing: tensors in, tensors out."""
+
+from depthroute.ops.depth_attend import depth_attend
+from depthroute.ops.depth_merge import depth_merge
+from depthroute.ops.reference import depth_weights
+from depthroute.ops.rms_norm import rms_norm
+
+__all__ = ["depth_attend", "depth_merge", "depth_weights", "rms_norm"]

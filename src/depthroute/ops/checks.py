@@ -1,0 +1,171 @@
+"""Validation of a read's arguments, once, at the public edge."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from depthroute.ops.scores import KeyNorm, ScoreRule, accumulation_dtype
+
+
+class Read(NamedTuple):
+    """Validated arguments of a read, in canonical form."""
+
+    values: tuple[Tensor, ...]  # S of [*b, D]
+    keys: tuple[Tensor, ...] | None  # S of [*b, R]
+    query: Tensor  # [Q, R]
+    bias: Tensor | None  # [Q or 1, S, *(b or ones)], accumulation dtype
+    null: Tensor | None  # [Q, H], accumulation dtype
+    rule: ScoreRule
+
+
+def sources(name: str, given: Sequence[Tensor] | Tensor) -> tuple[Tensor, ...]:
+    """Return the sources as a tuple; a stacked tensor is split along its first axis."""
+    items = given.unbind(0) if isinstance(given, Tensor) and given.ndim > 1 else tuple(given)
+    if not items:
+        raise ValueError(f"{name} must hold at least one source, got none")
+    first = items[0]
+    for i, item in enumerate(items):
+        if not isinstance(item, Tensor):
+            raise ValueError(f"{name}[{i}] must be a tensor, got {type(item).__name__}")
+        if not item.is_floating_point() or item.ndim < 1:
+            raise ValueError(
+                f"{name}[{i}] must be a floating tensor [..., width], "
+                f"got {item.dtype} of shape {tuple(item.shape)}"
+            )
+        if item.shape != first.shape:
+            raise ValueError(
+                f"{name}[{i}] must have the shape of {name}[0], {tuple(first.shape)}, "
+                f"got {tuple(item.shape)}"
+            )
+        if item.dtype != first.dtype or item.device != first.device:
+            raise ValueError(
+                f"{name}[{i}] must have the dtype and device of {name}[0], {first.dtype} on "
+                f"{first.device}, got {item.dtype} on {item.device}"
+            )
+    return items
+
+
+def rule(
+    width: int,
+    rank: int,
+    *,
+    heads: int,
+    key_norm: KeyNorm,
+    eps: float,
+    scale: float,
+    separate: bool,
+) -> ScoreRule:
+    """Check the numbers of a read against its widths."""
+    if not separate and not 1 <= rank <= width:
+        raise ValueError(
+            f"query must have 1 to {width} columns, the width of the values, got rank {rank}"
+        )
+    if heads < 1 or width % heads or rank % heads:
+        raise ValueError(
+            f"heads must divide the value width {width} and the key width {rank}, got {heads}"
+        )
+    if key_norm not in get_args(KeyNorm):
+        raise ValueError(f"key_norm must be one of {get_args(KeyNorm)}, got {key_norm!r}")
+    if separate and key_norm == "full":
+        raise ValueError(
+            'key_norm="full" normalises the values before keys are cut from them; '
+            'with separate keys use "tail" or "none"'
+        )
+    if not eps > 0:
+        raise ValueError(f"eps must be > 0 (0 gives NaN on a zero source), got {eps}")
+    return ScoreRule(heads, key_norm, eps, scale)
+
+
+def keys_of(keys: Sequence[Tensor] | Tensor, values: tuple[Tensor, ...], rank: int) -> tuple:
+    """Check separate keys against the values and the width of the query."""
+    checked = sources("keys", keys)
+    if len(checked) != len(values):
+        raise ValueError(f"keys must hold one key per value, {len(values)}, got {len(checked)}")
+    want = (*values[0].shape[:-1], rank)
+    if checked[0].shape != want:
+        raise ValueError(
+            f"keys must have the batch axes of the values and the width of the query, {want}, "
+            f"got {tuple(checked[0].shape)}"
+        )
+    if checked[0].device != values[0].device:
+        raise ValueError(f"keys are on {checked[0].device}, values on {values[0].device}")
+    return checked
+
+
+def queries(query: Tensor, like: Tensor) -> Tensor:
+    """Check the query and return it as `[Q, R]`."""
+    if query.ndim not in (1, 2) or not query.is_floating_point() or not query.numel():
+        raise ValueError(
+            f"query must be a floating tensor [R] or [Q, R] with Q, R >= 1, "
+            f"got {query.dtype} of shape {tuple(query.shape)}"
+        )
+    if query.device != like.device:
+        raise ValueError(f"query is on {query.device}, values on {like.device}")
+    return query if query.ndim == 2 else query.unsqueeze(0)
+
+
+def bias_of(bias: Tensor, num_queries: int, num_sources: int, like: Tensor) -> Tensor:
+    """Bring a bias of shape `[S]`, `[S, *b]` or `[Q, S, *b]` to `[Q or 1, S, *(b or ones)]`."""
+    batch = tuple(like.shape[:-1])
+    allowed = ((num_sources,), (num_sources, *batch), (num_queries, num_sources, *batch))
+    if tuple(bias.shape) not in allowed:
+        raise ValueError(
+            f"bias must have shape [S], [S, *batch] or [Q, S, *batch], here one of {allowed}, "
+            f"got {tuple(bias.shape)}"
+        )
+    if bias.device != like.device:
+        raise ValueError(f"bias is on {bias.device}, values on {like.device}")
+    if bias.ndim == 1:
+        bias = bias.view(num_sources, *([1] * len(batch)))
+    if bias.ndim == len(batch) + 1:
+        bias = bias.unsqueeze(0)
+    return bias.to(accumulation_dtype(like.dtype))
+
+
+def null_of(null: Tensor | float, num_queries: int, heads: int, like: Tensor) -> Tensor:
+    """Bring a null logit (a number, `[H]` or `[Q, H]`) to `[Q, H]`."""
+    dtype = accumulation_dtype(like.dtype)
+    null = torch.as_tensor(null, dtype=dtype, device=like.device)
+    if null.shape not in ((), (heads,), (num_queries, heads), (num_queries, 1)):
+        raise ValueError(
+            f"null must be a number, [H] or [Q, H] with Q={num_queries}, H={heads}, "
+            f"got shape {tuple(null.shape)}"
+        )
+    return null.expand(num_queries, heads)
+
+
+def read(
+    values: Sequence[Tensor] | Tensor,
+    query: Tensor,
+    *,
+    keys: Sequence[Tensor] | Tensor | None,
+    heads: int,
+    key_norm: KeyNorm,
+    eps: float,
+    scale: float,
+    bias: Tensor | None,
+    null: Tensor | float | None,
+) -> Read:
+    """Validate the arguments of `depth_attend` and return them in canonical form."""
+    items = sources("values", values)
+    rows = queries(query, items[0])
+    rank = rows.shape[-1]
+    checked = rule(
+        items[0].shape[-1],
+        rank,
+        heads=heads,
+        key_norm=key_norm,
+        eps=eps,
+        scale=scale,
+        separate=keys is not None,
+    )
+    return Read(
+        items,
+        None if keys is None else keys_of(keys, items, rank),
+        rows,
+        None if bias is None else bias_of(bias, len(rows), len(items), items[0]),
+        None if null is None else null_of(null, len(rows), heads, items[0]),
+        checked,
+    )

@@ -1,0 +1,132 @@
+"""The oracle of every op: plain PyTorch, stacked, differentiable twice, clear rather than fast."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from depthroute.ops import checks
+from depthroute.ops.scores import KeyNorm, accumulation_dtype, raw_scores, split_heads
+
+
+def logits_of(read: checks.Read) -> Tensor:
+    """Return the logits `[Q, S, *b, H]` of a validated read."""
+    query = read.query.to(accumulation_dtype(read.values[0].dtype))
+    keys = read.keys or (None,) * len(read.values)
+    scores = [raw_scores(v, k, query, read.rule) for v, k in zip(read.values, keys, strict=True)]
+    logits = torch.stack([dot * rstd for dot, rstd in scores], dim=1) * read.rule.scale
+    return logits if read.bias is None else logits + read.bias.unsqueeze(-1)
+
+
+def lse_of(logits: Tensor, null: Tensor | None) -> Tensor:
+    """Return the log-sum-exp `[Q, *b, H]` of logits `[Q, S, *b, H]` and the null logit `[Q, H]`."""
+    lse = logits.logsumexp(dim=1)
+    if null is None:
+        return lse
+    return torch.logaddexp(lse, null.view(null.shape[0], *([1] * (lse.ndim - 2)), null.shape[1]))
+
+
+def depth_weights(
+    values: Sequence[Tensor] | Tensor,
+    query: Tensor,
+    *,
+    keys: Sequence[Tensor] | Tensor | None = None,
+    heads: int = 1,
+    key_norm: KeyNorm = "tail",
+    eps: float = 1e-6,
+    scale: float = 1.0,
+    bias: Tensor | None = None,
+    null: Tensor | float | None = None,
+) -> Tensor:
+    """Return the weights that `depth_attend` gives each source, differentiably.
+
+    They sum to 1 over the sources, or to 1 minus the null's share where a null logit is given.
+
+    Args:
+        values, query, keys, heads, key_norm, eps, scale, bias, null: As for `depth_attend`.
+
+    Returns:
+        `[Q, S, *b, H]`, or `[S, *b, H]` for a query `[R]`; float32 (float64 for float64 values).
+
+    Raises:
+        ValueError: As for `depth_attend`.
+    """
+    read = checks.read(
+        values,
+        query,
+        keys=keys,
+        heads=heads,
+        key_norm=key_norm,
+        eps=eps,
+        scale=scale,
+        bias=bias,
+        null=null,
+    )
+    logits = logits_of(read)
+    weights = torch.exp(logits - lse_of(logits, read.null).unsqueeze(1))
+    return weights if query.ndim == 2 else weights.squeeze(0)
+
+
+def depth_attend_reference(
+    values: Sequence[Tensor] | Tensor,
+    query: Tensor,
+    *,
+    keys: Sequence[Tensor] | Tensor | None = None,
+    heads: int = 1,
+    key_norm: KeyNorm = "tail",
+    eps: float = 1e-6,
+    scale: float = 1.0,
+    bias: Tensor | None = None,
+    null: Tensor | float | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute `depth_attend` with stacked tensors and autograd; its oracle in the tests."""
+    read = checks.read(
+        values,
+        query,
+        keys=keys,
+        heads=heads,
+        key_norm=key_norm,
+        eps=eps,
+        scale=scale,
+        bias=bias,
+        null=null,
+    )
+    logits = logits_of(read)
+    lse = lse_of(logits, read.null)
+    weights = torch.exp(logits - lse.unsqueeze(1))
+    stacked = split_heads(torch.stack(read.values).to(lse.dtype), heads)  # [S, *b, H, D/H]
+    out = torch.einsum("qs...h,s...hd->q...hd", weights, stacked).flatten(-2)
+    out = out.to(out_dtype or read.values[0].dtype)
+    return (out, lse) if query.ndim == 2 else (out.squeeze(0), lse.squeeze(0))
+
+
+def depth_merge_reference(
+    out: Tensor,
+    lse: Tensor,
+    value: Tensor,
+    query: Tensor,
+    *,
+    key: Tensor | None = None,
+    key_norm: KeyNorm = "tail",
+    eps: float = 1e-6,
+    scale: float = 1.0,
+    bias: Tensor | float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute `depth_merge` by autograd; its oracle in the tests."""
+    one, one_lse = depth_attend_reference(
+        [value],
+        query,
+        keys=None if key is None else [key],
+        heads=lse.shape[-1],
+        key_norm=key_norm,
+        eps=eps,
+        scale=scale,
+        out_dtype=lse.dtype,
+    )
+    if bias is not None:
+        one_lse = one_lse + torch.as_tensor(bias, dtype=lse.dtype, device=lse.device)[..., None]
+    total = torch.logaddexp(lse, one_lse)
+    old = split_heads(out.to(lse.dtype), lse.shape[-1]) * torch.exp(lse - total).unsqueeze(-1)
+    new = split_heads(one, lse.shape[-1]) * torch.exp(one_lse - total).unsqueeze(-1)
+    return (old + new).flatten(-2).to(value.dtype), total

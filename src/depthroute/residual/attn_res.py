@@ -1,0 +1,240 @@
+"""Attention Residuals: AttnRes full and block, with full-width, sliced or projected keys."""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from depthroute.config import config_dataclass
+from depthroute.ops import depth_attend, depth_merge, depth_weights
+from depthroute.ops.scores import accumulation_dtype
+from depthroute.residual.base import Cost, Draw, Kind, Norm, ResidualScheme
+from depthroute.residual.keys import KeyConfig, TailKey, build_key
+
+
+@config_dataclass
+class Summary:
+    """How a block of c writes becomes a source: value `sum / c^alpha`, logit `+ beta log c`.
+
+    The paper's form is alpha = beta = 0. With alpha = beta the routed vector only changes by a
+    positive factor per token, which the norm after the read removes.
+    """
+
+    alpha: float = 0.0
+    beta: float = 0.0
+
+
+@config_dataclass
+class AttnResConfig:
+    """Settings of Attention Residuals.
+
+    Args:
+        num_blocks: N, the blocks that the M writes are summed into; 0 keeps every write (full).
+            Block j ends after write `ceil(M j / N)`.
+        block_ends: Ends of uneven blocks, in writes, e.g. `(24, 48, 72)`; replaces `num_blocks`.
+        key: Where a source's routing key comes from, and its rank.
+        summary: Exponents of a block's value and of its count in the logit.
+    """
+
+    name: Literal["attn_res"] = "attn_res"
+    num_blocks: int = 8
+    block_ends: tuple[int, ...] = ()
+    key: KeyConfig = TailKey()
+    summary: Summary = Summary()
+
+    def __post_init__(self) -> None:
+        if self.num_blocks < 0:
+            raise ValueError(f"num_blocks must be >= 0 (0 is full), got {self.num_blocks}")
+        if any(b <= a for a, b in pairwise((0, *self.block_ends))):
+            raise ValueError(f"block_ends must increase from at least 1, got {self.block_ends}")
+
+
+class AttnResState(NamedTuple):
+    """Sources of the reads to come."""
+
+    values: tuple[Tensor, ...]  # embedding and closed blocks, [B, T, D]
+    keys: tuple[Tensor, ...]  # their separate keys [B, T, R]; empty if cut from the values
+    partial: Tensor | None  # sum of the open block's writes
+    partial_key: Tensor | None
+    ahead: tuple[tuple[Tensor, Tensor], ...] | None  # phase 1: (out, lse) of the block's next reads
+
+
+class AttnRes(ResidualScheme):
+    """Replace the residual sum by a softmax over depth with one learned query per read.
+
+    `h_t = sum_i softmax_i(<q_t, norm(key_i)>) value_i` over the embedding, the sums of closed
+    blocks and the open block's partial sum. Queries start at zero: a uniform mean. The first read
+    sees the embedding alone and has no query; the last one feeds the final norm.
+
+    Reads run in two phases: when a block's first query comes, one pass over the closed sources
+    serves all queries of the block; each read then only merges the partial sum.
+
+    Source: arXiv 2603.15031 (full, block, two phases); arXiv 2607.09694, sections 3.2 to 3.5
+    (low-rank keys).
+    """
+
+    Config = AttnResConfig
+
+    def __init__(
+        self, config: AttnResConfig, *, dim: int, kinds: Sequence[Kind], eps: float
+    ) -> None:
+        super().__init__(config, dim=dim, kinds=kinds, eps=eps)
+        self.ends = _block_ends(config, len(self.kinds))
+        sizes = [b - a for a, b in pairwise((0, *self.ends))]
+        # after t writes, the last write is number counts[t] of its block
+        self.counts = (0, *(n for size in sizes for n in range(1, size + 1)))
+        # the block that is open at site t, or opens there, closes before site stops[t]
+        spans = zip(sizes, self.ends, strict=True)
+        self.stops = (*(end for size, end in spans for _ in range(size)), len(self.kinds) + 1)
+        self.key = build_key(config.key, dim=dim, eps=eps)
+        self.emit_dim = self.key.emit_dim
+        # row t serves the read at site t + 1
+        self.query = nn.Parameter(
+            torch.zeros(len(self.kinds), self.key.rank, dtype=torch.float32)
+        )
+
+    @property
+    def depth_block_ends(self) -> tuple[int, ...]:
+        """Cut at block ends, where no phase-1 result is alive."""
+        return self.ends
+
+    def forward(self, x: Tensor) -> AttnResState:
+        """Make the embedding the first source."""
+        key = self.key(x, None)
+        return AttnResState((x,), () if key is None else (key,), None, None, None)
+
+    def read(
+        self, state: AttnResState, site: int, norm: Norm
+    ) -> tuple[tuple[Tensor, ...], AttnResState]:
+        """Mix the sources by the query of `site`."""
+        if site == 0:
+            return (norm(state.values[0]),), state
+        if state.ahead is None:
+            state = state._replace(ahead=self._read_ahead(state, site))
+        (out, lse), *rest = state.ahead
+        state = state._replace(ahead=tuple(rest))
+        if state.partial is not None:
+            count = self.counts[site]
+            out, _ = depth_merge(
+                out,
+                lse,
+                self._value(state.partial, count),
+                self.query[site - 1],
+                key=state.partial_key,
+                key_norm=self.key.norm,
+                eps=self.eps,
+                bias=self.config.summary.beta * math.log(count) or None,
+            )
+        return (norm(out.to(state.values[0].dtype)),), state
+
+    def write(self, state: AttnResState, site: int, y: Tensor) -> AttnResState:
+        """Add to the open block, and close it after its last write."""
+        value, emitted = (y, None) if not self.emit_dim else y.tensor_split((self.dim,), dim=-1)
+        key = self.key(value, emitted)
+        if state.partial is not None:
+            value = state.partial + value
+            key = None if key is None else state.partial_key + key
+        if site + 1 not in self.ends:
+            return state._replace(partial=value, partial_key=key)
+        value = self._value(value, self.counts[site + 1])
+        keys = state.keys if key is None else (*state.keys, key)
+        return AttnResState((*state.values, value), keys, None, None, None)
+
+    def finish(self, state: AttnResState, norm: Norm) -> Tensor:
+        """Mix the sources once more, for the final norm and the head."""
+        (hidden,), _ = self.read(state, len(self.kinds), norm)
+        return hidden
+
+    def weights(self, state: AttnResState, site: int) -> Tensor:
+        """Return the softmax weights `[1, S, B, T, 1]`: embedding, closed blocks, partial sum."""
+        values, keys = state.values, state.keys
+        if site == 0:
+            dtype = accumulation_dtype(values[0].dtype)
+            return values[0].new_ones((1, 1, *values[0].shape[:-1], 1), dtype=dtype)
+        if state.partial is not None:
+            values = (*values, self._value(state.partial, self.counts[site]))
+            keys = keys if state.partial_key is None else (*keys, state.partial_key)
+        return depth_weights(
+            values,
+            self.query[site - 1 : site],
+            keys=keys or None,
+            key_norm=self.key.norm,
+            eps=self.eps,
+            bias=self._bias(len(values), site, values[0]),
+        )
+
+    def init_weights(self, draw: Draw) -> None:
+        """Set the queries to zero; key projections are drawn, or both would never move."""
+        super().init_weights(draw)
+        for parameter in self.key.parameters():
+            draw(parameter)
+
+    def cost(self) -> Cost:
+        """Count `(D + R)` multiply-adds per source and read after a write, and the key path."""
+        reads = range(1, len(self.kinds) + 1)
+        num_sources = sum(self._num_sources(t) for t in reads)
+        width = self.dim + self.key.rank
+        cached = self.dim if isinstance(self.config.key, TailKey) else width  # a tail is a view
+        return Cost(
+            parameters=sum(p.numel() for p in self.parameters()),
+            multiply_adds=width * num_sources + self.key.multiply_adds(len(self.kinds)),
+            cached=cached * (len(self.ends) + 1),
+        )
+
+    def _read_ahead(self, state: AttnResState, site: int) -> tuple[tuple[Tensor, Tensor], ...]:
+        """Run phase 1: the queries of `site` and the block's later reads over closed sources."""
+        stop = self.stops[site]
+        alone = stop == site + 1 and state.partial is None
+        first = state.values[0]
+        out, lse = depth_attend(
+            state.values,
+            self.query[site - 1 : stop - 1],
+            keys=state.keys or None,
+            key_norm=self.key.norm,
+            eps=self.eps,
+            bias=self._bias(len(state.values), site, first),
+            # a result that will be merged is rounded once, after the merge
+            out_dtype=None if alone else accumulation_dtype(first.dtype),
+        )
+        return tuple(zip(out.unbind(0), lse.unbind(0), strict=True))
+
+    def _num_sources(self, site: int) -> int:
+        """Return how many sources the read at `site` sees."""
+        return 1 + sum(end <= site for end in self.ends) + (site > 0 and site not in self.ends)
+
+    def _value(self, total: Tensor, count: int) -> Tensor:
+        alpha = self.config.summary.alpha
+        return total * count**-alpha if alpha else total
+
+    def _bias(self, num_sources: int, site: int, like: Tensor) -> Tensor | None:
+        beta = self.config.summary.beta
+        if not beta:
+            return None
+        closed = [self.counts[end] for end in self.ends if end <= site]
+        sizes = [1, *closed, self.counts[site]][:num_sources]
+        return torch.tensor(
+            [beta * math.log(c) for c in sizes],
+            dtype=accumulation_dtype(like.dtype),
+            device=like.device,
+        )
+
+
+def _block_ends(config: AttnResConfig, num_writes: int) -> tuple[int, ...]:
+    """Return after which writes a block closes."""
+    if config.block_ends:
+        if config.block_ends[-1] != num_writes:
+            raise ValueError(
+                f"block_ends must end with the {num_writes} writes of the model, "
+                f"got {config.block_ends}"
+            )
+        return config.block_ends
+    if config.num_blocks > num_writes:
+        raise ValueError(
+            f"num_blocks must be at most the {num_writes} writes of the model (0 is full), "
+            f"got {config.num_blocks}"
+        )
+    blocks = config.num_blocks or num_writes
+    return tuple(math.ceil(num_writes * j / blocks) for j in range(1, blocks + 1))
