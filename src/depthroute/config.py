@@ -1,8 +1,8 @@
 """Settings of a run: frozen dataclasses here, a TOML file and `key=value` overrides outside.
 
 Generic: this file knows no field of any config. A config's fields are `str`, `bool`, `int`,
-`float`, `Literal`, tuples of these, other configs, a `tagged_union` of configs, or one of these
-`| None`. Only this file meets pydantic, which checks the types.
+`float`, `Literal`, tuples of these, a `dict` by string, other configs, a `tagged_union` of configs,
+or one of these `| None`. Only this file meets pydantic, which checks the types.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import json
 import os
 import tomllib
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -47,7 +47,7 @@ def load(
     path: str | os.PathLike[str] | None = None,
     overrides: Iterable[str] = (),
     *,
-    base: Mapping[str, Any] | None = None,
+    base: dict[str, Any] | None = None,
 ) -> T:
     """Read a config of class `cls`: `base`, then the file over it, then the overrides over both.
 
@@ -65,7 +65,7 @@ def load(
     Raises:
         ConfigError: A file or override cannot be read, or a key, type or value is wrong.
     """
-    values = dict(base or {})
+    values = base or {}
     if path is not None:
         values = _merge(cls, values, _read_with_base(cls, Path(path)))
     changes: dict[str, Any] = {}
@@ -74,7 +74,7 @@ def load(
     return from_dict(cls, _merge(cls, values, changes))
 
 
-def from_dict(cls: type[T], values: Mapping[str, Any]) -> T:
+def from_dict(cls: type[T], values: dict[str, Any]) -> T:
     """Build a config of class `cls` from nested dictionaries, as strictly as from a file.
 
     Raises:
@@ -149,13 +149,13 @@ def _parse_override(override: str) -> dict[str, Any]:
     return value
 
 
-def _merge(hint: Any, lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
+def _merge(hint: Any, lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
     merged = {**lower, **upper}
     if _tags(hint) and lower.get("name", merged.get("name")) != merged.get("name"):
         return dict(upper)
     hints = _fields(hint, merged)
     for key, value in upper.items():
-        if isinstance(value, Mapping) and isinstance(lower.get(key), Mapping):
+        if isinstance(value, dict) and isinstance(lower.get(key), dict):
             merged[key] = _merge(hints.get(key), lower[key], value)
     return merged
 
@@ -181,9 +181,11 @@ def _tags(hint: Any) -> dict[str, Any]:
 
 
 def _fields(hint: Any, table: Any) -> dict[str, Any]:
-    """The keys that a table may have, with their types; empty if it is not known to be a config."""
+    """The keys of a table, with their types; a `dict` may have any, so those that it has."""
     tags = _tags(hint)
     cls = tags.get(str(table.get("name"))) if tags else _alternatives(hint)[0]
+    if get_origin(cls) is dict:
+        return dict.fromkeys(table, get_args(cls)[1])
     return get_type_hints(cls, include_extras=True) if dataclasses.is_dataclass(cls) else {}
 
 
@@ -223,7 +225,7 @@ def _locate(hint: Any, value: Any, loc: Iterable[str | int]) -> tuple[str, Any, 
         if tags := _tags(hint):  # then `step` repeats the name, which is not part of the path
             hint = tags[value["name"]]
             continue
-        if len(_alternatives(hint)) > 1 or not isinstance(value, Mapping | list | tuple):
+        if len(_alternatives(hint)) > 1 or type(value) not in (dict, list, tuple):
             break  # `step` is pydantic's word for one of several types, or is inside a date
         path = _join(path, step)
         if isinstance(step, int):
@@ -231,7 +233,7 @@ def _locate(hint: Any, value: Any, loc: Iterable[str | int]) -> tuple[str, Any, 
             hint = args[0] if args[-1] is Ellipsis else args[step]
             value = value[step] if step < len(value) else None
         else:
-            hint, value = _fields(hint, value).get(step), typing.cast(Any, value).get(step)
+            hint, value = _fields(hint, value).get(step), value.get(step)
     return path, hint, value
 
 
@@ -256,7 +258,7 @@ def _expected(hint: Any) -> str:
     one, *others = _alternatives(hint)
     if others:
         return " or ".join(dict.fromkeys(_expected(each) for each in (one, *others)))
-    if dataclasses.is_dataclass(one):
+    if dataclasses.is_dataclass(one) or get_origin(one) is dict:
         return "table"
     if get_origin(one) is typing.Literal:
         return " or ".join(json.dumps(choice) for choice in get_args(one))
@@ -293,6 +295,9 @@ def _toml_lines(config: Any, path: str) -> Iterator[str]:
 def _toml(value: Any, key: str) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(_toml(item, key) for item in value)}]"
+    if isinstance(value, dict):
+        items = (f"{_toml(name, key)} = {_toml(item, key)}" for name, item in value.items())
+        return f"{{{', '.join(items)}}}"
     if isinstance(value, float):
         return float.__repr__(value)  # the shortest text that reads back to the same number
     if isinstance(value, str | int):  # JSON writes these as TOML does, but for an unescaped DEL
