@@ -6,7 +6,8 @@ from depthroute.data.prepare import PrepareConfig, prepare
 from depthroute.data.raw_tokens import TokenFiles, import_tokens
 from depthroute.data.report import Progress, ProgressCallback, SkipReport
 from depthroute.data.sources import iter_documents
-from depthroute.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
+from depthroute.data.tokenizer import Tokenizer, load_tokenizer
+from depthroute.data.tokenizer_huggingface import train_bpe
 from depthroute.data.tokens import TokenDataset, TokenSplit
 from depthroute.data.windows import Batch, micro
 from depthroute.data.writer import TokenWriter

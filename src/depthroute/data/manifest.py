@@ -139,11 +139,11 @@ def sha256(path: Path) -> str:
 
 
 def _counts(shards: Sequence[Shard]) -> Counts:
-    sizes = [shard.num_bytes for shard in shards]
+    sizes = [shard.num_bytes for shard in shards if shard.num_bytes is not None]
     return Counts(
         num_tokens=sum(shard.num_tokens for shard in shards),
         num_documents=sum(shard.num_documents for shard in shards),
-        num_bytes=None if None in sizes else sum(sizes),
+        num_bytes=sum(sizes) if len(sizes) == len(shards) else None,
     )
 
 

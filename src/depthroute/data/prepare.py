@@ -9,7 +9,8 @@ from depthroute.data.manifest import Manifest
 from depthroute.data.raw_tokens import TokenFiles, import_tokens
 from depthroute.data.report import Progress, ProgressCallback, SkipReport
 from depthroute.data.sources import iter_documents
-from depthroute.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
+from depthroute.data.tokenizer import Tokenizer, load_tokenizer
+from depthroute.data.tokenizer_huggingface import train_bpe
 from depthroute.data.writer import DEFAULT_SHARD_TOKENS, TokenWriter, check_is_free
 
 BATCH_CHARACTERS = 1 << 21
@@ -112,7 +113,7 @@ def prepare(
                 writer.add(split_of(text, config), ids, num_bytes=len(text.encode()))
             notify(writer.progress)
         _check_splits(writer, config)
-    return writer.manifest
+    return Manifest.read(writer.out)
 
 
 def split_of(text: str, config: PrepareConfig) -> str:

@@ -73,7 +73,6 @@ def import_tokens(
         if not Path(name).is_file():
             raise ValueError(f"token file {name} does not exist")
     tokenizer = None if files.tokenizer is None else load_tokenizer(files.tokenizer)
-    table = None if tokenizer is None else tokenizer.token_bytes()
     writer = TokenWriter(
         out,
         vocab_size=files.vocab_size,
@@ -87,26 +86,24 @@ def import_tokens(
         for split, names in (("train", files.train), ("val", files.val)):
             for name in names:
                 for chunk in _read_documents(Path(name), files):
-                    _add(writer, split, chunk, table)
+                    for ids in chunk:
+                        writer.add(split, ids)
                     if progress is not None:
                         progress(writer.progress)
-    return writer.manifest
-
-
-def _add(
-    writer: TokenWriter, split: str, documents: list[np.ndarray], table: np.ndarray | None
-) -> None:
-    for ids in documents:
-        in_range = table is not None and ids.max(initial=0) < len(table)
-        writer.add(split, ids, num_bytes=int(table[ids].sum()) if in_range else None)
+    return Manifest.read(writer.out)
 
 
 def _read_documents(path: Path, files: TokenFiles) -> Iterator[list[np.ndarray]]:
     """Yield the documents of a file, those of one chunk at a time."""
     rest = np.empty(0, dtype=files.dtype)
     is_first = True
-    for tokens in _read_chunks(path, np.dtype(files.dtype).newbyteorder("<")):
-        tokens = np.concatenate((rest, tokens))
+    for chunk in _read_chunks(path, np.dtype(files.dtype).newbyteorder("<")):
+        if chunk.max() >= files.vocab_size:
+            raise ValueError(
+                f"{path}: ids must be below vocab_size={files.vocab_size}, got {chunk.max()}; "
+                f"is it a file of {files.dtype}?"
+            )
+        tokens = np.concatenate((rest, chunk))
         *documents, rest = _split(tokens, files.end_id)
         if is_first and documents:
             # an end token at the start of the file closes no document

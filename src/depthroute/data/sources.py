@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from depthroute.data.report import SkipReport
 
@@ -86,7 +86,7 @@ def _read_all(files: Sequence[tuple[Path, _Reader]], report: SkipReport) -> Iter
                     report.add(fault, where)
                     continue
                 num_documents += 1
-                yield value
+                yield cast(str, value)
         except UnicodeDecodeError as error:
             report.add("not UTF-8", f"{path} ({error})")
         except (OSError, EOFError, zlib.error) as error:

@@ -22,8 +22,8 @@ class HuggingFaceTokenizer:
         text: Content of its `tokenizer.json`. Truncation and padding in it are switched off.
 
     Raises:
-        ValueError: If it is not a tokenizer, has no known end token, or turns text that spells a
-            special token into that token.
+        ValueError: If it is not a tokenizer, has no known end token, or turns text that spells
+            the end token into it.
     """
 
     def __init__(self, text: str) -> None:
@@ -48,11 +48,10 @@ class HuggingFaceTokenizer:
         self.end_id = vocab[end_token]
         self._text = text
         self._tokenizer = tokenizer
-        for i, token in tokenizer.get_added_tokens_decoder().items():
-            if token.special and i in self.encode(token.content):
-                raise ValueError(
-                    f"tokenizer.json turns the text {token.content!r} into the special token {i}"
-                )
+        if self.end_id in self.encode(end_token):
+            raise ValueError(
+                f"tokenizer.json turns the text {end_token!r} into the end token {self.end_id}"
+            )
 
     def encode(self, text: str) -> list[int]:
         """See `Tokenizer`."""

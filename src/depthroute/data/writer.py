@@ -27,8 +27,7 @@ class TokenWriter:
     the next one. Documents are never cut: a shard is closed by the document that fills it.
 
     Everything is written to `<out>.partial`, which becomes `out` when the `with` block ends well
-    and is deleted when it raises. `manifest` holds the result after that; `documents` counts the
-    documents of each split.
+    and is deleted when it raises. `documents` counts what was added to each split.
 
     Args:
         out: The folder to make; it must not exist.
@@ -71,10 +70,10 @@ class TokenWriter:
         self.vocab_size = vocab_size
         self.end_id = end_id
         self.documents: Counter[str] = Counter()
-        self.manifest: Manifest | None = None
         self._num_bytes = 0
         self._num_tokens = 0
         self._tokenizer = tokenizer
+        self._token_bytes = tokenizer.token_bytes() if tokenizer else None
         self._shard_tokens = shard_tokens
         self._settings = dict(settings or {})
         self._report = SkipReport() if report is None else report
@@ -108,7 +107,7 @@ class TokenWriter:
         Args:
             split: Name of the split, such as `"train"`.
             ids: Its tokens, `[n]`, without the end token.
-            num_bytes: UTF-8 bytes of its text, if known.
+            num_bytes: UTF-8 bytes of its text; None asks the tokenizer, if it knows.
 
         Raises:
             ValueError: If an id is outside `[0, vocab_size)` or is the end token.
@@ -118,6 +117,8 @@ class TokenWriter:
             self._report.add("empty document", f"split {split}")
             return
         self._check(ids)
+        if num_bytes is None and self._token_bytes is not None:
+            num_bytes = int(self._token_bytes[ids].sum())
         shard = self._open.get(split) or self._start(split)
         tokens = np.empty(len(ids) + 1, dtype=token_dtype(self.vocab_size))
         tokens[0], tokens[1:] = self.end_id, ids
@@ -160,9 +161,8 @@ class TokenWriter:
         shard_files = set(self._folder.iterdir())
         if self._tokenizer is not None:
             self._tokenizer.save(self._folder)
-            token_bytes = self._tokenizer.token_bytes()
-            if token_bytes is not None:
-                np.save(self._folder / TOKEN_BYTES_FILE, token_bytes)
+        if self._token_bytes is not None:
+            np.save(self._folder / TOKEN_BYTES_FILE, self._token_bytes)
         manifest = Manifest(
             tokenizer=self._tokenizer.name if self._tokenizer else None,
             vocab_size=self.vocab_size,
@@ -177,7 +177,6 @@ class TokenWriter:
         )
         manifest.write(self._folder)
         os.replace(self._folder, self.out)
-        self.manifest = manifest
 
 
 def check_is_free(out: str | Path) -> None:
@@ -218,8 +217,8 @@ class _OpenShard:
         self._hash.update(data)
         self._starts.append(self.num_tokens)
         self.num_tokens += len(tokens)
-        known = self._num_bytes is not None and num_bytes is not None
-        self._num_bytes = self._num_bytes + num_bytes if known else None
+        if self._num_bytes is not None:
+            self._num_bytes = None if num_bytes is None else self._num_bytes + num_bytes
 
     def close(self) -> Shard:
         self._file.close()
