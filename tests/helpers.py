@@ -1,6 +1,7 @@
 """What several tests need."""
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -31,6 +32,9 @@ VARIANTS: dict[str, Any] = {
     "from_value": AttnResConfig(num_blocks=3, key=FromValueKey(rank=8)),
     "summary": AttnResConfig(num_blocks=3, summary=Summary(alpha=0.5, beta=0.7)),
 }
+
+# torch's own: Dynamo (2.13) makes an instance of each autograd.Function that it traces
+DYNAMO_WARNING = "ignore:.*should not be instantiated:DeprecationWarning"
 
 # relative tolerance by dtype: a few hundred roundings of a sum over depth and width
 RTOL = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
@@ -78,3 +82,57 @@ def tiny_model(residual: Any, *, dtype: torch.dtype = torch.float32, **changes: 
             noise = torch.randn(parameter.shape, generator=source, dtype=torch.float64)
             parameter.add_(0.5 * noise)
     return model
+
+
+def literal_read(
+    values: Tensor,
+    query: Tensor,
+    *,
+    keys: Tensor | None = None,
+    heads: int = 1,
+    key_norm: str = "tail",
+    eps: float = 1e-6,
+    scale: float = 1.0,
+    bias: Tensor | None = None,
+    null: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute a depth read from its formula, one query, token and head at a time, in float64.
+
+    Takes values `[S, *b, D]`, keys `[S, *b, R]`, a query `[Q, R]`, a bias `[Q, S, *b]` and a null
+    logit `[Q, H]`; returns out `[Q, *b, D]`, lse `[Q, *b, H]` and weights `[Q, S, *b, H]`.
+    """
+    batch, width, (num_queries, rank) = values.shape[1:-1], values.shape[-1], query.shape
+    v = values.double().reshape(len(values), -1, width)
+    k = v[..., width - rank :] if keys is None else keys.double().reshape(len(v), -1, rank)
+    b = None if bias is None else bias.double().reshape(num_queries, len(v), -1)
+    out, lse, weights = [], [], []
+    for q, n, h in product(range(num_queries), range(v.shape[1]), range(heads)):
+        cut = slice(h * rank // heads, (h + 1) * rank // heads)
+        logits = []
+        for s in range(len(v)):
+            under = {"tail": k[s, n], "full": v[s, n], "none": None}[key_norm]
+            rms = 1.0 if under is None else ((under**2).sum() / len(under) + eps).sqrt()
+            logit = scale * (query[q, cut].double() * k[s, n, cut] / rms).sum()
+            logits.append(logit if b is None else logit + b[q, s, n])
+        if null is not None:
+            logits.append(null[q, h].double())
+        z = torch.stack(logits)
+        w = (z - z.max()).exp() / (z - z.max()).exp().sum()
+        columns = slice(h * width // heads, (h + 1) * width // heads)
+        out.append(sum(w[s] * v[s, n, columns] for s in range(len(v))))
+        lse.append(z.max() + (z - z.max()).exp().sum().log())
+        weights.append(w[: len(v)])
+    return (
+        torch.cat(out).view(num_queries, *batch, width),
+        torch.stack(lse).view(num_queries, *batch, heads),
+        torch.stack(weights, -1).view(len(v), num_queries, *batch, heads).transpose(0, 1),
+    )
+
+
+def gradients(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], upstream: Sequence[Tensor]
+) -> list[Tensor]:
+    """Return the gradient of `sum <output, upstream>` for every input, zeros where it is unused."""
+    return list(
+        torch.autograd.grad(outputs, inputs, upstream, allow_unused=True, materialize_grads=True)
+    )

@@ -58,7 +58,7 @@ class ModelConfig:
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
         if self.vocab_size < 0:
             raise ValueError(f"vocab_size must be >= 0, got {self.vocab_size}")
-        if self.rope_theta <= 1:
+        if not self.rope_theta > 1:
             raise ValueError(f"rope_theta must be > 1, got {self.rope_theta}")
         if self.kv_heads < 1 or self.num_attention_heads % self.kv_heads:
             raise ValueError(

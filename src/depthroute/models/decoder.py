@@ -21,6 +21,7 @@ from depthroute.nn import (
     linear_cross_entropy,
 )
 from depthroute.nn.context import attention_context
+from depthroute.nn.loss import chunk_sums
 from depthroute.residual import ResidualScheme
 from depthroute.residual.base import State
 
@@ -181,6 +182,7 @@ class CausalLM(nn.Module):
         self.config = config
         self.model = Decoder(config)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
+        self.chunk_sums = chunk_sums
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
         if seed is not None:
@@ -216,7 +218,11 @@ class CausalLM(nn.Module):
         """
         hidden = self.model(ids, documents=documents)
         return linear_cross_entropy(
-            hidden, self.lm_head.weight, targets, chunk_tokens=chunk_tokens
+            hidden,
+            self.lm_head.weight,
+            targets,
+            chunk_tokens=chunk_tokens,
+            chunk=self.chunk_sums,
         )
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:

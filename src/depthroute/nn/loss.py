@@ -1,5 +1,6 @@
 """Cross-entropy from hidden states, without the logits of the whole batch."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,12 @@ class LossSums(NamedTuple):
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, chunk_tokens: int = 4096
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    chunk_tokens: int = 4096,
+    chunk: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
 ) -> LossSums:
     """Sum the cross-entropy of `softmax(hidden W^T)` against targets, in recomputed chunks.
 
@@ -33,6 +39,7 @@ def linear_cross_entropy(
         weight: `[V, D]`.
         targets: `[...]`, int64 in `[0, V)`, or `IGNORE`.
         chunk_tokens: Tokens per chunk, >= 1.
+        chunk: What computes a chunk; None is `chunk_sums`, a compiled form of it may be given.
 
     Returns:
         The sums; a batch without targets gives zeros with zero gradients.
@@ -50,18 +57,19 @@ def linear_cross_entropy(
     hidden, targets = hidden.flatten(0, -2), targets.flatten()
     weight = weight.to(hidden.dtype)
     sums = [
-        checkpoint(_chunk, h, weight, t, use_reentrant=False, preserve_rng_state=False)
+        checkpoint(chunk or chunk_sums, h, weight, t, use_reentrant=False, preserve_rng_state=False)
         for h, t in zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True)
     ]
     cross_entropy, squared_lse = (torch.stack(part).sum() for part in zip(*sums, strict=True))
     return LossSums(cross_entropy, squared_lse, (targets != IGNORE).sum())
 
 
-def _chunk(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def chunk_sums(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the summed cross-entropy and squared log-sum-exp of one chunk, `[N, D]` and `[N]`."""
     logits = F.linear(hidden, weight)
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    lse = logits.logsumexp(-1)
     known = targets != IGNORE
+    cross_entropy = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
     picked = logits.gather(-1, targets.clamp_min(0).unsqueeze(-1)).squeeze(-1)
-    zero = lse.new_zeros(())
-    return torch.where(known, lse - picked, zero).sum(), torch.where(known, lse**2, zero).sum()
+    lse = torch.where(known, cross_entropy + picked, 0.0)
+    return cross_entropy.sum(), lse.square().sum()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from depthroute.ops import checks
-from depthroute.ops.scores import KeyNorm, accumulation_dtype, raw_scores, split_heads
+from depthroute.ops.scores import KeyNorm, accumulation_dtype, contract, raw_scores, split_heads
 
 
 def logits_of(read: checks.Read) -> Tensor:
@@ -96,7 +96,7 @@ def depth_attend_reference(
     lse = lse_of(logits, read.null)
     weights = torch.exp(logits - lse.unsqueeze(1))
     stacked = split_heads(torch.stack(read.values).to(lse.dtype), heads)  # [S, *b, H, D/H]
-    out = torch.einsum("qs...h,s...hd->q...hd", weights, stacked).flatten(-2)
+    out = contract("qs...h,s...hd->q...hd", weights, stacked).flatten(-2)
     out = out.to(out_dtype or read.values[0].dtype)
     return (out, lse) if query.ndim == 2 else (out.squeeze(0), lse.squeeze(0))
 

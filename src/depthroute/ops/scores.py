@@ -41,6 +41,15 @@ def key_of(value: Tensor, key: Tensor | None, rank: int) -> Tensor:
     return value[..., value.shape[-1] - rank :] if key is None else key
 
 
+def contract(equation: str, *operands: Tensor) -> Tensor:
+    """Compute an einsum in the dtype of its operands; under autocast it would round to 16 bits."""
+    device = operands[0].device.type
+    if not torch.amp.is_autocast_available(device):  # meta tensors
+        return torch.einsum(equation, *operands)
+    with torch.autocast(device, enabled=False):
+        return torch.einsum(equation, *operands)
+
+
 def raw_scores(
     value: Tensor, key: Tensor | None, query: Tensor, rule: ScoreRule
 ) -> tuple[Tensor, Tensor]:
@@ -57,9 +66,7 @@ def raw_scores(
         that the norm multiplies them by (ones for `key_norm="none"`).
     """
     key = key_of(value, key, query.shape[-1]).to(query.dtype)
-    dot = torch.einsum(
-        "...hr,qhr->q...h", split_heads(key, rule.heads), split_heads(query, rule.heads)
-    )
+    dot = contract("...hr,qhr->q...h", split_heads(key, rule.heads), split_heads(query, rule.heads))
     if rule.key_norm == "none":
         return dot, key.new_ones(()).expand(*key.shape[:-1], 1)
     wide = value.to(query.dtype) if rule.key_norm == "full" else key
@@ -95,12 +102,8 @@ def raw_scores_backward(
     """
     narrow = key_of(value, key, query.shape[-1]).to(query.dtype)
     grad_dot = grad_logit * (rule.scale * rstd)
-    grad_key = torch.einsum("q...h,qhr->...hr", grad_dot, split_heads(query, rule.heads)).flatten(
-        -2
-    )
-    grad_query = torch.einsum(
-        "q...h,...hr->qhr", grad_dot, split_heads(narrow, rule.heads)
-    ).flatten(-2)
+    grad_key = contract("q...h,qhr->...hr", grad_dot, split_heads(query, rule.heads)).flatten(-2)
+    grad_query = contract("q...h,...hr->qhr", grad_dot, split_heads(narrow, rule.heads)).flatten(-2)
     if rule.key_norm == "none":
         return ScoreGrads(grad_key, None, grad_query)
     pull = (grad_dot * dot).sum((0, -1)).unsqueeze(-1) * rstd.square()  # [*b, 1]

@@ -92,9 +92,7 @@ class AttnRes(ResidualScheme):
         self.key = build_key(config.key, dim=dim, eps=eps)
         self.emit_dim = self.key.emit_dim
         # row t serves the read at site t + 1
-        self.query = nn.Parameter(
-            torch.zeros(len(self.kinds), self.key.rank, dtype=torch.float32)
-        )
+        self.query = nn.Parameter(torch.zeros(len(self.kinds), self.key.rank, dtype=torch.float32))
 
     @property
     def depth_block_ends(self) -> tuple[int, ...]:
@@ -112,9 +110,8 @@ class AttnRes(ResidualScheme):
         """Mix the sources by the query of `site`."""
         if site == 0:
             return (norm(state.values[0]),), state
-        if state.ahead is None:
-            state = state._replace(ahead=self._read_ahead(state, site))
-        (out, lse), *rest = state.ahead
+        ahead = self._read_ahead(state, site) if state.ahead is None else state.ahead
+        (out, lse), *rest = ahead
         state = state._replace(ahead=tuple(rest))
         if state.partial is not None:
             count = self.counts[site]
