@@ -1,0 +1,5 @@
+"""The `depthroute` command."""
+
+from depthroute.cli.main import main
+
+__all__ = ["main"]

@@ -1,0 +1,37 @@
+"""What `depthroute doctor` says."""
+
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+import torch
+
+from depthroute.train.run import environment
+
+_OPTIONAL = {
+    "tokenizers": "data",
+    "tiktoken": "data",
+    "pyarrow": "data",
+    "matplotlib": "plot",
+    "triton": "gpu",
+}
+
+
+def report() -> str:
+    """Return versions, devices and optional packages, one per line."""
+    lines = [f"{key}: {value}" for key, value in environment().items()]
+    for index in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(index)
+        lines.append(f"cuda:{index}: {found.name}, {found.total_memory / 2**30:.0f} GiB")
+    lines.append("backend of depth reads: reference (PyTorch)")
+    for package, extra in _OPTIONAL.items():
+        lines.append(f"{package}: {_version(package, extra)}")
+    return "\n".join(lines)
+
+
+def _version(package: str, extra: str) -> str:
+    if find_spec(package) is None:
+        return f'missing: pip install "depthroute[{extra}]"'
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "present, version unknown"

@@ -1,0 +1,42 @@
+"""What `depthroute generate` does."""
+
+from pathlib import Path
+
+import torch
+
+from depthroute.config import config_dataclass, load
+from depthroute.models import generate
+from depthroute.train import RunConfig, load_model
+from depthroute.train.run import open_dataset
+
+
+@config_dataclass
+class GenerateConfig:
+    """Settings of sampling; see `depthroute.models.generate`."""
+
+    tokens: int = 100
+    temperature: float = 0.8
+    top_k: int | None = 50
+    top_p: float = 1.0
+    seed: int | None = None
+
+
+def sample(run: str, prompt: str, config: GenerateConfig) -> str:
+    """Return the prompt and its continuation by the newest checkpoint of a run."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = load_model(run, device=device)
+    settings = load(RunConfig, Path(run) / "config.toml")
+    tokenizer = open_dataset(settings.data.path).tokenizer()
+    ids = [tokenizer.end_id, *tokenizer.encode(prompt)]
+    out = generate(
+        model,
+        torch.tensor([ids], device=device),
+        max_new_tokens=config.tokens,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        seed=config.seed,
+        stop_id=tokenizer.end_id,
+    )
+    continuation = [token for token in out[0, len(ids) :].tolist() if token != tokenizer.end_id]
+    return prompt + tokenizer.decode(continuation)

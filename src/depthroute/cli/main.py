@@ -1,0 +1,156 @@
+"""The `depthroute` command: arguments in, calls of the library, words out.
+
+Settings are `key=value`; what a command does is never a flag.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from depthroute.config import load
+
+app = typer.Typer(
+    help="Learned routing over depth for Transformers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Settings = Annotated[
+    list[str] | None,
+    typer.Argument(help="A TOML file and dotted key=value settings over it.", metavar="[FILE] ..."),
+]
+
+
+@app.command()
+def doctor() -> None:
+    """Show versions, devices, and which optional packages are there."""
+    from depthroute.cli.doctor import report
+
+    _say(report())
+
+
+@app.command()
+def prepare(
+    out: Annotated[str, typer.Argument(help="Dataset folder to make.", metavar="OUT")],
+    settings: Settings = None,
+) -> None:
+    """Tokenise text into a dataset folder.
+
+    Example: depthroute prepare data/stdlib source=stdlib tokenizer=bpe:4096
+    """
+    from depthroute.cli.prepare import run
+    from depthroute.data import PrepareConfig
+
+    _say(run(load(PrepareConfig, *_split(settings)), out))
+
+
+@app.command()
+def train(settings: Settings = None) -> None:
+    """Train a model, or continue its run folder.
+
+    Example: depthroute train configs/demo.toml model.residual.num_blocks=4 out=runs/four
+    """
+    from depthroute.train import RunConfig
+    from depthroute.train import train as start
+
+    result = start(load(RunConfig, *_split(settings)))
+    _say(f"{result.path} at step {result.step}")
+    _exit_if(result.stopped_by)
+
+
+@app.command()
+def compare(settings: Settings = None) -> None:
+    """Train several variants on the same batches from the same initial weights.
+
+    Settings of the comparison (out, config, seeds, ...) apply to it, all others to every run.
+
+    Example: depthroute compare configs/demo_compare.toml train.steps=100
+    """
+    from depthroute.cli.compare import run
+
+    _exit_if(run(*_split(settings), _say))
+
+
+@app.command()
+def generate(
+    run: Annotated[str, typer.Argument(help="Run folder.", metavar="RUN")],
+    prompt: Annotated[str, typer.Argument(help="Text to continue; may be empty.")] = "",
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="tokens=100 temperature=0.8 top_k=50 top_p=1.0 seed=0", metavar="KEY=VALUE ..."
+        ),
+    ] = None,
+) -> None:
+    """Continue a text with the newest checkpoint of a run.
+
+    Example: depthroute generate runs/demo/s_lr-seed0 "def main" tokens=50 temperature=0
+    """
+    from depthroute.cli.generate import GenerateConfig, sample
+
+    if "=" in prompt and prompt.partition("=")[0] in GenerateConfig.__dataclass_fields__:
+        prompt, settings = "", [prompt, *(settings or [])]
+    _say(sample(run, prompt, load(GenerateConfig, None, settings or [])))
+
+
+@app.command()
+def account(
+    settings: Settings = None,
+    paper: Annotated[
+        bool, typer.Option("--paper", help="Print the paper's cost tables beside our count.")
+    ] = False,
+) -> None:
+    """Count parameters, multiply-adds and retained sources of a run's model.
+
+    Example: depthroute account configs/demo.toml model.vocab_size=4096
+    """
+    from depthroute.account import account as count
+    from depthroute.account import format_account, format_paper
+    from depthroute.train import RunConfig
+
+    if paper:
+        _say(format_paper())
+        return
+    config = load(RunConfig, *_split(settings))
+    if not config.model.vocab_size:
+        raise ValueError("a run takes model.vocab_size from its data; here give model.vocab_size=N")
+    _say(format_account(count(config.model, context=config.data.context)))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command; a mistake of the user's is one clear message and exit status 2."""
+    try:
+        app(args=None if arguments is None else list(arguments))
+    except (ValueError, FileNotFoundError, FileExistsError, ImportError, ArithmeticError) as error:
+        Console(stderr=True, highlight=False, soft_wrap=True).print(
+            f"depthroute: {error}", markup=False
+        )
+        sys.exit(2)
+
+
+def _split(settings: list[str] | None) -> tuple[Path | None, list[str]]:
+    """Tell the file from the overrides.
+
+    Raises:
+        ValueError: More than one file, or a file that does not come first.
+    """
+    words = settings or []
+    files = [word for word in words if "=" not in word]
+    if len(files) > 1 or (files and words[0] != files[0]):
+        raise ValueError(f"expected at most one file, before all key=value, got {' '.join(words)}")
+    return (Path(files[0]) if files else None), words[len(files) :]
+
+
+def _say(text: Any) -> None:
+    Console(highlight=False, soft_wrap=True).print(text, markup=False)
+
+
+def _exit_if(signal: int | None) -> None:
+    """End as a command that a signal stopped, by the shell's convention."""
+    if signal is not None:
+        raise typer.Exit(128 + signal)

@@ -1,0 +1,59 @@
+"""What a person sees of a run: a bar on a terminal, plain lines elsewhere."""
+
+import sys
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+class Reporter:
+    """Show progress of one run, as a context manager.
+
+    Args:
+        title: Name of the run.
+        steps: Of the whole run.
+        console: Where to; None is standard output.
+    """
+
+    def __init__(self, title: str, steps: int, console: Console | None = None) -> None:
+        self.title, self.steps = title, steps
+        # without a terminal rich would wrap long lines at 80 columns
+        width = None if sys.stdout.isatty() else 200
+        self.console = console or Console(width=width, highlight=False, soft_wrap=True)
+        self.bar: Progress | None = None
+
+    def __enter__(self) -> Self:
+        if self.console.is_terminal:
+            self.bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[numbers]}"),
+                TimeRemainingColumn(),
+                console=self.console,
+            )
+            self.task = self.bar.add_task(self.title, total=self.steps, numbers="")
+            self.bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        self.console.print(text, markup=False)
+
+    def step(self, step: int, numbers: str) -> None:
+        """Show that `step` steps are done."""
+        if self.bar is not None:
+            self.bar.update(self.task, completed=step, numbers=numbers)
+        else:
+            self.say(f"{self.title} step {step}/{self.steps} {numbers}")

@@ -1,0 +1,161 @@
+"""The run folder: its resolved config, metrics and checkpoints.
+
+`config.toml` (a valid input of `depthroute train`), `environment.json`, `metrics.jsonl`,
+`checkpoints/step_*/`.
+"""
+
+import json
+import os
+import platform
+import tomllib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import depthroute
+from depthroute.config import dump, load
+from depthroute.data import TokenDataset
+from depthroute.models import CausalLM
+from depthroute.train.checkpoint import list_checkpoints, load_weights
+from depthroute.train.config import RunConfig
+
+
+class RunFolder:
+    """One run on disk.
+
+    Args:
+        config: The resolved config of the run.
+
+    Raises:
+        ValueError: The folder holds a run of another config.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.path = Path(config.out)
+        self.checkpoints = self.path / "checkpoints"
+        self.metrics = self.path / "metrics.jsonl"
+        settings = self.path / "config.toml"
+        text = dump(config)
+        if settings.exists() and settings.read_text() != text:
+            raise ValueError(
+                f"{self.path} holds a run with other settings; delete it or set another out. "
+                f"Changed: {_changes(settings.read_text(), text)}"
+            )
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        write_text(settings, text)
+        write_text(self.path / "environment.json", json.dumps(environment(), indent=1) + "\n")
+
+    def start(self, step: int) -> None:
+        """Forget metrics of steps that a killed run did beyond its last checkpoint."""
+        lines = self.metrics.read_text().splitlines() if self.metrics.exists() else []
+        kept = [line for line in map(_parse, lines) if line and line["step"] <= step]
+        write_text(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
+
+    def log(self, records: list[dict[str, Any]]) -> None:
+        """Append records to `metrics.jsonl`."""
+        with self.metrics.open("a") as file:
+            file.writelines(json.dumps(record) + "\n" for record in records)
+
+    @staticmethod
+    def read(folder: Path) -> list[dict[str, Any]]:
+        """Return the metrics of a run folder, one record per step or validation."""
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+
+def open_dataset(path: str) -> TokenDataset:
+    """Open the dataset of a run.
+
+    Raises:
+        ValueError: There is none; the message says how to make it.
+    """
+    if not Path(path).exists():
+        raise ValueError(
+            f'data.path: there is no folder {path}; "depthroute prepare {path} source=..." makes it'
+        )
+    return TokenDataset(path)
+
+
+def resolve(config: RunConfig, dataset: TokenDataset) -> RunConfig:
+    """Fill in what the dataset decides.
+
+    Raises:
+        ValueError: The vocabulary is smaller than the dataset's.
+    """
+    size = config.model.vocab_size or dataset.vocab_size
+    if size < dataset.vocab_size:
+        raise ValueError(
+            f"model.vocab_size must be at least the tokenizer's {dataset.vocab_size}, got {size}"
+        )
+    return replace(config, model=replace(config.model, vocab_size=size))
+
+
+def load_model(folder: str | Path, *, device: str = "cpu") -> CausalLM:
+    """Load the newest checkpoint of a run.
+
+    Args:
+        folder: A run folder.
+        device: Where to.
+
+    Raises:
+        ValueError: The folder is no run, or has no checkpoint yet.
+    """
+    folder = Path(folder)
+    if not (folder / "config.toml").exists():
+        raise ValueError(f"{folder} is no run folder: it has no config.toml")
+    found = list_checkpoints(folder / "checkpoints")
+    if not found:
+        raise ValueError(f"{folder} has no checkpoint yet")
+    model = CausalLM(load(RunConfig, folder / "config.toml").model, seed=None)
+    load_weights(found[-1], model)
+    return model.to(device)
+
+
+def environment() -> dict[str, Any]:
+    """Return versions and hardware, for the record."""
+    cuda = torch.cuda.is_available()
+    return {
+        "depthroute": depthroute.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu_threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name() if cuda else platform.processor() or "cpu",
+        "num_devices": torch.cuda.device_count() if cuda else 0,
+    }
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    temporary = path.with_name(f".{path.name}.writing")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def _changes(old: str, new: str) -> str:
+    """Say which settings differ between two TOML texts."""
+    before, after = (dict(_settings(tomllib.loads(text), "")) for text in (old, new))
+    return "; ".join(
+        f"{key} was {before.get(key, 'not set')}, is {after.get(key, 'not set')}"
+        for key in {**before, **after}
+        if before.get(key) != after.get(key)
+    )
+
+
+def _settings(table: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _settings(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    """Read one record; None for a line that a kill cut short."""
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError:
+        return None
