@@ -1,11 +1,12 @@
 """What several tests need."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
+import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from depthroute.models import CausalLM, ModelConfig
 from depthroute.residual import (
@@ -15,6 +16,7 @@ from depthroute.residual import (
     ProjectedKey,
     Summary,
     TailKey,
+    build_residual,
 )
 
 # One row per scheme, and one for each setting that changes its arithmetic. A new scheme adds a row.
@@ -33,8 +35,12 @@ VARIANTS: dict[str, Any] = {
     "summary": AttnResConfig(num_blocks=3, summary=Summary(alpha=0.5, beta=0.7)),
 }
 
-# torch's own: Dynamo (2.13) makes an instance of each autograd.Function that it traces
-DYNAMO_WARNING = "ignore:.*should not be instantiated:DeprecationWarning"
+# torch's own: Dynamo (2.13) makes an instance of each autograd.Function that it traces, and looks
+# at the gradient of tensors that have none
+ignore_dynamo_warnings = pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated:DeprecationWarning",
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
+)
 
 # relative tolerance by dtype: a few hundred roundings of a sum over depth and width
 RTOL = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
@@ -136,3 +142,50 @@ def gradients(
     return list(
         torch.autograd.grad(outputs, inputs, upstream, allow_unused=True, materialize_grads=True)
     )
+
+
+class Step(NamedTuple):
+    """One site of a pass: the state before the read, what was read, and what was written."""
+
+    site: int
+    state: Any
+    inputs: tuple[Tensor, ...]
+    written: Tensor | None  # None at the last site, whose read feeds the head
+
+
+class ToyModel(nn.Module):
+    """A scheme over sublayers `tanh(W h)` without attention; routing is away from zero."""
+
+    def __init__(self, config: Any, *, dim: int = 16, num_sublayers: int = 8) -> None:
+        super().__init__()
+        kinds = ("attention", "mlp") * (num_sublayers // 2)
+        self.residual = build_residual(config, dim=dim, kinds=kinds)
+        width = dim + self.residual.emit_dim
+        self.sublayers = nn.ParameterList(
+            torch.randn(width, dim) * (2.0 / dim) ** 0.5 for _ in kinds
+        )
+        for parameter in self.residual.parameters():
+            nn.init.normal_(parameter, std=0.5)
+
+    def sublayer(self, site: int, inputs: tuple[Tensor, ...]) -> Tensor:
+        h = sum(inputs)
+        return torch.tanh(h @ self.sublayers[site].to(h.dtype).T)
+
+    def resume(
+        self, state: Any, site: int, norm: Callable[[Tensor], Tensor] = torch.clone
+    ) -> Iterator[Step]:
+        """Run from the read at `site` to the end."""
+        for t in range(site, len(self.sublayers)):
+            inputs, after = self.residual.read(state, t, norm)
+            written = self.sublayer(t, inputs)
+            yield Step(t, state, inputs, written)
+            state = self.residual.write(after, t, written)
+        hidden = self.residual.finish(state, norm)
+        yield Step(len(self.sublayers), state, (hidden,), None)
+
+    def steps(self, x: Tensor) -> list[Step]:
+        return list(self.resume(self.residual(x), 0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        *_, last = self.resume(self.residual(x), 0)
+        return last.inputs[0]

@@ -106,11 +106,16 @@ def queries(query: Tensor, like: Tensor) -> Tensor:
     return query if query.ndim == 2 else query.unsqueeze(0)
 
 
+def is_one_of(shape: Sequence[int], *allowed: Sequence[int]) -> bool:
+    """Compare one by one: Dynamo's `in` takes a symbolic size for unequal to its own value."""
+    return any(shape == one for one in allowed)
+
+
 def bias_of(bias: Tensor, num_queries: int, num_sources: int, like: Tensor) -> Tensor:
     """Bring a bias of shape `[S]`, `[S, *b]` or `[Q, S, *b]` to `[Q or 1, S, *(b or ones)]`."""
     batch = tuple(like.shape[:-1])
     allowed = ((num_sources,), (num_sources, *batch), (num_queries, num_sources, *batch))
-    if tuple(bias.shape) not in allowed:
+    if not is_one_of(bias.shape, *allowed):
         raise ValueError(
             f"bias must have shape [S], [S, *batch] or [Q, S, *batch], here one of {allowed}, "
             f"got {tuple(bias.shape)}"
@@ -128,7 +133,7 @@ def null_of(null: Tensor | float, num_queries: int, heads: int, like: Tensor) ->
     """Bring a null logit (a number, `[H]` or `[Q, H]`) to `[Q, H]`."""
     dtype = accumulation_dtype(like.dtype)
     null = torch.as_tensor(null, dtype=dtype, device=like.device)
-    if null.shape not in ((), (heads,), (num_queries, heads), (num_queries, 1)):
+    if not is_one_of(null.shape, (), (heads,), (num_queries, heads), (num_queries, 1)):
         raise ValueError(
             f"null must be a number, [H] or [Q, H] with Q={num_queries}, H={heads}, "
             f"got shape {tuple(null.shape)}"

@@ -91,16 +91,10 @@ class _DepthAttend(torch.autograd.Function):
     """Loop over the sources; the stacked `[S, *b, D]` never exists."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        bias: Tensor | None,
-        null: Tensor | None,
-        rule: ScoreRule,
-        out_dtype: torch.dtype,
-        num_sources: int,
-        *tensors: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        # no named arguments: without gradients, torch 2.11 compares their number with that of the
+        # values given and takes `ctx` for the first argument where the two happen to be equal
+        query, bias, null, rule, out_dtype, num_sources, *tensors = arguments
         values = tensors[:num_sources]
         keys = tensors[num_sources:] or (None,) * num_sources
         wide = query.to(accumulation_dtype(values[0].dtype))

@@ -74,7 +74,7 @@ def depth_merge(
         )
     if bias is not None:
         bias = torch.as_tensor(bias, dtype=dtype, device=value.device)
-        if bias.shape not in ((), value.shape[:-1], (*lead, *value.shape[:-1])):
+        if not checks.is_one_of(bias.shape, (), value.shape[:-1], (*lead, *value.shape[:-1])):
             raise ValueError(
                 f"bias must be a number, {tuple(value.shape[:-1])} or "
                 f"{(*lead, *value.shape[:-1])}, got shape {tuple(bias.shape)}"

@@ -44,7 +44,8 @@ def key_of(value: Tensor, key: Tensor | None, rank: int) -> Tensor:
 def contract(equation: str, *operands: Tensor) -> Tensor:
     """Compute an einsum in the dtype of its operands; under autocast it would round to 16 bits."""
     device = operands[0].device.type
-    if not torch.amp.is_autocast_available(device):  # meta tensors
+    # meta has no autocast; asking which devices have one cannot be traced by torch 2.11
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return torch.einsum(equation, *operands)
     with torch.autocast(device, enabled=False):
         return torch.einsum(equation, *operands)

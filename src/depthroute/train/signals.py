@@ -2,12 +2,17 @@
 
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 
+# wrappers such as timeout(1) signal the process and its group: the same request arrives twice
+_SAME_REQUEST_S = 5.0
+
+
 class StopRequest:
-    """Remember the first SIGINT or SIGTERM; a second one acts at once.
+    """Remember the first SIGINT or SIGTERM; one that comes more than 5 s later acts at once.
 
     Use as a context manager around a loop that checks `signal`.
 
@@ -17,6 +22,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self._came_at_s = 0.0
         self._old: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -34,8 +40,12 @@ class StopRequest:
         self._restore()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.signal = number
-        self._restore()
+        now = time.monotonic()
+        if self.signal is None:
+            self.signal, self._came_at_s = number, now
+        elif now - self._came_at_s > _SAME_REQUEST_S:
+            self._restore()
+            signal.raise_signal(number)
 
     def _restore(self) -> None:
         for number, handler in self._old.items():

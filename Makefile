@@ -1,0 +1,32 @@
+# Two commands do all the set-up on a fresh machine: make demo, make test.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.PHONY: demo test check gpu clean
+
+demo: $(INSTALLED) data/stdlib/manifest.json
+	$(BIN)/depthroute compare configs/demo_compare.toml
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+check: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# the lane that needs a CUDA device, with the python that has it: make gpu PYTHON=python3
+gpu:
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests/gpu
+
+clean:
+	rm -rf .venv runs data
+
+$(INSTALLED): pyproject.toml ci/constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c ci/constraints.txt -e '.[dev]'
+	touch $@
+
+data/stdlib/manifest.json: | $(INSTALLED)
+	$(BIN)/depthroute prepare data/stdlib source=stdlib tokenizer=bpe:2048 val_fraction=0.05

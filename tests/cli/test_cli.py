@@ -1,0 +1,193 @@
+import json
+import tomllib
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import depthroute
+from depthroute.cli import main
+from depthroute.config import dump, load
+from depthroute.train import CompareConfig, RunConfig
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
+
+
+class Said(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def call(capsys):
+    """Call the command as a shell would."""
+
+    def run(*arguments: object) -> Said:
+        with pytest.raises(SystemExit) as ended:
+            main([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        assert "\r" not in out + err
+        assert "\x1b" not in out + err
+        code = ended.value.code
+        assert isinstance(code, int)
+        return Said(code, out, err)
+
+    return run
+
+
+@pytest.fixture
+def run_file(make_run, tmp_path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(dump(make_run("train.steps=3")))
+    return path
+
+
+def assert_mistake(said: Said, *parts: str) -> None:
+    """Expect one message on standard error, and nothing else."""
+    assert said.status == 2
+    assert said.out == ""
+    assert said.err.startswith("depthroute: ")
+    assert said.err.count("depthroute: ") == 1
+    assert "Traceback" not in said.err
+    for part in parts:
+        assert part in said.err
+
+
+def test_doctor_shows_versions_and_optional_packages(call):
+    status, out, _ = call("doctor")
+    assert status == 0
+    lines = dict(line.split(": ", 1) for line in out.splitlines())
+    assert lines["depthroute"] == depthroute.__version__
+    assert lines["torch"] == torch.__version__
+    assert {"tokenizers", "tiktoken", "pyarrow", "matplotlib", "triton"} <= lines.keys()
+
+
+def test_text_becomes_a_dataset_a_run_and_a_continuation(call, run_file, tmp_path):
+    text = "\n\n".join(f"once upon a time {i}" for i in range(60))
+    (tmp_path / "text.txt").write_text(text)
+    data = tmp_path / "data set"  # a space in a path is fine
+    said = call(
+        "prepare", data, f"source={tmp_path / 'text.txt'}", 'separator="\\n\\n"', "val_fraction=0.3"
+    )
+    assert said.status == 0
+    assert said.out.splitlines()[:2] == [f"made {data}", "vocabulary: 257 (bytes)"]
+    assert_mistake(call("prepare", data, "source=stdlib"), "exists")
+
+    run = tmp_path / "trained"
+    said = call("train", run_file, f"data.path={data}", f"out={run}", "train.log_every=2")
+    assert said.status == 0
+    lines = said.out.splitlines()
+    assert [line for line in lines if "step 2/3 loss" in line]
+    assert any("sublayer matrices" in line for line in lines)
+    assert lines[-1] == f"{run} at step 3"
+
+    greedy = call("generate", run, "once", "tokens=6", "temperature=0")
+    assert greedy.status == 0
+    assert greedy.out.startswith("once")
+    assert call("generate", run, "once", "tokens=6", "top_k=1", "seed=1") == greedy
+    assert call("generate", run, "tokens=0").out == "\n"  # no prompt, no tokens
+    assert call("generate", run, "a = b", "tokens=0").out == "a = b\n"
+
+
+def test_account_counts_the_model_of_a_run(call, run_file):
+    said = call("account", run_file, "model.vocab_size=257", "model.residual.name=prenorm")
+    assert said.status == 0
+    numbers = dict(line.rsplit(None, 1) for line in said.out.splitlines() if line[-1].isdigit())
+    assert numbers["parameters"] == f"{2 * 257 * 16 + 2 * (4 * 16 * 16 + 3 * 16 * 24):,}"
+    assert "the scheme adds 0.0000 % of the core" in said.out
+    assert_mistake(call("account", run_file), "give model.vocab_size=N")
+
+
+def test_account_of_the_paper_agrees_in_every_row(call):
+    said = call("account", "--paper")
+    assert said.status == 0
+    assert "19 of 19 rows agree" in said.out
+
+
+def test_compare_writes_its_table_and_names_its_files(call, run_file, tmp_path):
+    path = tmp_path / "compare.toml"
+    path.write_text(
+        f"out = {json.dumps(str(tmp_path / 'out'))}\n"
+        f"config = {json.dumps(str(run_file))}\n"
+        "record_tokens = 16\n"
+        '[variants]\nplain = ["model.residual.name=prenorm"]\nrouted = []\n'
+    )
+    said = call("compare", path, "train.steps=2", "sample_tokens=3", "seeds=[3]")
+    assert said.status == 0
+    table = (tmp_path / "out/table.md").read_text()
+    assert table in said.out
+    assert [line.split("|")[1].strip() for line in table.splitlines()[2:]] == ["plain", "routed"]
+    assert "--- a continuation by routed ---" in said.out
+    assert said.out.splitlines()[-1] == str(tmp_path / "out/table.md")
+    stored = tomllib.loads((tmp_path / "out/routed-seed3/config.toml").read_text())
+    assert stored["train"]["steps"] == 2
+    assert json.loads((tmp_path / "out/results.json").read_text())["config"]["sample_tokens"] == 3
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        (
+            "model.residual.key.rnk=8",
+            ["model.residual.key.rnk: unknown key", 'did you mean "rank"?'],
+        ),
+        ("model.residual.key.rank=8.5", ["model.residual.key.rank: expected int", "float 8.5"]),
+        ("train.steps=ten", ["train.steps: expected int, got string", "ten"]),
+        (
+            "model.residual.name=attn_ress",
+            ['unknown "attn_ress"', 'did you mean "attn_res"?', "prenorm"],
+        ),
+        (
+            "model.residual.key.rank=17",
+            ["model", "rank must be at most the model width 16, got 17"],
+        ),
+        ("model.residual.num_blocks=-1", ["model.residual", "num_blocks must be >= 0", "got -1"]),
+        ("train.device=tpu", ['train.device: unknown "tpu"', "choices: auto, cpu, cuda"]),
+        ("train.micro_batch_size=3", ["micro_batch_size must divide batch_size=4, got 3"]),
+        ("optim.schedule.floor=2", ["optim.schedule", "floor must be in [0, 1], got 2"]),
+        ("data.path=nowhere", ["nowhere", "depthroute prepare nowhere"]),
+    ],
+)
+def test_wrong_setting_is_named_in_one_message(call, run_file, tmp_path, override, parts):
+    said = call("train", run_file, override)
+    assert_mistake(said, *parts)
+    assert len(said.err.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_wrong_files_are_named(call, run_file, tmp_path):
+    assert_mistake(call("train", tmp_path / "no.toml"), "no.toml: cannot be read")
+    assert_mistake(call("train", run_file, run_file), "expected at most one file")
+    assert_mistake(call("train", "train.steps=1", run_file), "before all key=value")
+    assert_mistake(call("compare", run_file), "variants: required key is missing")
+    assert_mistake(call("generate", tmp_path / "none", "x"), "none is no run folder")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty/config.toml").write_text(run_file.read_text())
+    assert_mistake(call("generate", tmp_path / "empty"), "empty has no checkpoint yet")
+
+
+def test_wrong_arguments_are_refused(call, tmp_path):
+    assert_mistake(call("generate", tmp_path, "x", "tokns=3"), 'did you mean "tokens"?')
+    assert_mistake(call("prepare", tmp_path / "out", "sorce=stdlib"), 'did you mean "source"?')
+    assert_mistake(call("prepare", tmp_path / "out", "source=nowhere"), "nowhere")
+    assert not (tmp_path / "out").exists()
+    unknown = call("trian")
+    assert unknown.status == 2
+    assert "trian" in unknown.err
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_file_in_configs_loads_as_what_it_is(path, monkeypatch):
+    monkeypatch.chdir(path.parents[1])  # comparisons name their run file from there
+    if "variants" not in tomllib.loads(path.read_text()):
+        assert load(RunConfig, path).train.steps > 0
+        return
+    config = load(CompareConfig, path)
+    runs = {label: load(RunConfig, config.config, own) for label, own in config.variants.items()}
+    assert len({run.model.residual for run in runs.values()}) == len(runs)
+
+
+def test_configs_are_where_they_are_looked_for():
+    assert len(CONFIGS) >= 4
