@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from helpers import RTOL, VARIANTS, assert_all_close, assert_close, tiny_model
 from torch import Tensor
 
 from depthroute.models.compile import compile_model
@@ -11,6 +10,7 @@ from depthroute.nn.attention import attend
 from depthroute.nn.context import AttentionContext, attention_context
 from depthroute.ops import depth_attend, depth_merge
 from depthroute.ops.reference import depth_attend_reference
+from helpers import RTOL, VARIANTS, assert_all_close, assert_close, tiny_model
 
 pytestmark = [
     pytest.mark.gpu,

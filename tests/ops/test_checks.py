@@ -22,7 +22,9 @@ BAD_READS: dict[str, tuple[dict[str, Any], str]] = {
     "no_source": ({"values": []}, "values must hold at least one source"),
     "not_a_tensor": ({"values": [V, 1.0]}, r"values\[1\] must be a tensor, got float"),
     "integers": ({"values": [V.int()]}, r"values\[0\] must be a floating tensor .*int32"),
-    "scalars": ({"values": zeros(3)}, r"values\[0\] must be a floating tensor .*shape \(\)"),
+    "scalars": ({"values": [zeros()]}, r"values\[0\] must be a floating tensor .*shape \(\)"),
+    "one_vector": ({"values": zeros(3)}, r"values must be a sequence .*shape \(3,\)"),
+    "one_number": ({"values": zeros()}, r"values must be a sequence .*shape \(\)"),
     "other_tokens": ({"values": [V, V, zeros(2, 5, 6)]}, r"values\[2\] .*\(2, 4, 6\).*\(2, 5, 6\)"),
     "other_width": ({"values": [V, zeros(2, 4, 5)]}, r"values\[1\] must have the shape"),
     "broadcast": ({"values": [V, zeros(1, 4, 6)]}, r"values\[1\] must have the shape"),
@@ -60,6 +62,12 @@ def test_a_bad_argument_of_a_read_is_named(op: Any, change: dict[str, Any], mess
         op(**{**READ, **change})
 
 
+@pytest.mark.parametrize("op", [depth_attend, depth_attend_reference])
+def test_an_integer_output_is_refused(op: Any) -> None:
+    with pytest.raises(ValueError, match=r"out_dtype must be a floating dtype, got torch\.int32"):
+        op(**READ, out_dtype=torch.int32)
+
+
 MERGE = {"out": zeros(3, 2, 4, 6), "lse": zeros(3, 2, 4, 1), "value": V, "query": Q}
 
 BAD_MERGES: dict[str, tuple[dict[str, Any], str]] = {
@@ -72,6 +80,7 @@ BAD_MERGES: dict[str, tuple[dict[str, Any], str]] = {
     "key": ({"key": zeros(2, 5, 6)}, "keys must have the batch axes"),
     "bias": ({"bias": zeros(4)}, r"bias must be a number, \(2, 4\) or \(3, 2, 4\), .*\(4,\)"),
     "eps": ({"eps": -1.0}, "eps must be > 0"),
+    "lse_number": ({"lse": zeros()}, "lse must be .*got a number"),
 }
 
 

@@ -22,7 +22,12 @@ class Read(NamedTuple):
 
 def sources(name: str, given: Sequence[Tensor] | Tensor) -> tuple[Tensor, ...]:
     """Return the sources as a tuple; a stacked tensor is split along its first axis."""
-    items = given.unbind(0) if isinstance(given, Tensor) and given.ndim > 1 else tuple(given)
+    if isinstance(given, Tensor) and given.ndim < 2:
+        raise ValueError(
+            f"{name} must be a sequence of tensors or one stacked [S, ..., width], "
+            f"got a tensor of shape {tuple(given.shape)}"
+        )
+    items = given.unbind(0) if isinstance(given, Tensor) else tuple(given)
     if not items:
         raise ValueError(f"{name} must hold at least one source, got none")
     first = items[0]
@@ -104,6 +109,13 @@ def queries(query: Tensor, like: Tensor) -> Tensor:
     if query.device != like.device:
         raise ValueError(f"query is on {query.device}, values on {like.device}")
     return query if query.ndim == 2 else query.unsqueeze(0)
+
+
+def out_dtype_of(out_dtype: torch.dtype | None, like: Tensor) -> torch.dtype:
+    """Return the dtype of a read's output: the one asked for, or that of the values."""
+    if out_dtype is not None and not out_dtype.is_floating_point:
+        raise ValueError(f"out_dtype must be a floating dtype, got {out_dtype}")
+    return out_dtype or like.dtype
 
 
 def is_one_of(shape: Sequence[int], *allowed: Sequence[int]) -> bool:

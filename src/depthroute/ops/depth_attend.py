@@ -79,7 +79,7 @@ def depth_attend(
         read.bias,
         read.null,
         read.rule,
-        out_dtype or read.values[0].dtype,
+        checks.out_dtype_of(out_dtype, read.values[0]),
         len(read.values),
         *read.values,
         *(read.keys or ()),

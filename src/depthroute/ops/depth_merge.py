@@ -53,6 +53,8 @@ def depth_merge(
     Source: arXiv 2603.15031, two-phase computation.
     """
     dtype = accumulation_dtype(value.dtype)
+    if lse.ndim < 1:
+        raise ValueError("lse must be [Q, *batch, H] or [*batch, H], got a number")
     read = checks.read(
         [value],
         query,

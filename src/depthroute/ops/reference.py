@@ -97,7 +97,7 @@ def depth_attend_reference(
     weights = torch.exp(logits - lse.unsqueeze(1))
     stacked = split_heads(torch.stack(read.values).to(lse.dtype), heads)  # [S, *b, H, D/H]
     out = contract("qs...h,s...hd->q...hd", weights, stacked).flatten(-2)
-    out = out.to(out_dtype or read.values[0].dtype)
+    out = out.to(checks.out_dtype_of(out_dtype, read.values[0]))
     return (out, lse) if query.ndim == 2 else (out.squeeze(0), lse.squeeze(0))
 
 

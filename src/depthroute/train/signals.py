@@ -6,7 +6,6 @@ import time
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-
 # wrappers such as timeout(1) signal the process and its group: the same request arrives twice
 _SAME_REQUEST_S = 5.0
 

@@ -45,7 +45,8 @@ def train(config: RunConfig, *, reporter: Reporter | None = None) -> RunResult:
 
     The objective of a step is `(sum CE + z_loss * sum lse^2) / tokens` over the global batch, in
     micro-batches; what is reported is pure cross-entropy. A continued run equals an uninterrupted
-    one bit for bit on the same machine. The first SIGINT or SIGTERM saves and stops.
+    one bit for bit on a CPU; on CUDA, torch's own gradients vary in rounding from run to run. The
+    first SIGINT or SIGTERM saves and stops.
 
     Args:
         config: The run; `out` is made, or must hold a run of the same settings.
