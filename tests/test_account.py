@@ -10,14 +10,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from depthroute.account import (
-    account,
-    format_account,
-    format_paper,
-    paper_numbers,
-    paper_table,
-)
+from depthroute.account import account, format_account
 from depthroute.models import CausalLM, ModelConfig
+from depthroute.paper import format_paper, paper_numbers, paper_table
 from depthroute.residual import AttnResConfig, PreNormConfig, ProjectedKey, attn_res
 from helpers import VARIANTS, tiny_config
 

@@ -11,9 +11,9 @@ import depthroute
 
 ROOT = Path(depthroute.__file__).parent
 LEVELS = {
-    **dict.fromkeys(("config", "ops"), 0),
+    **dict.fromkeys(("config", "files", "ops"), 0),
     **dict.fromkeys(("nn", "residual", "optim", "data"), 1),
-    **dict.fromkeys(("models", "parallel", "account"), 2),
+    **dict.fromkeys(("models", "parallel", "account", "paper"), 2),
     **dict.fromkeys(("train", "evaluate", "diagnose", "convert"), 3),
     **dict.fromkeys(("cli", "__main__"), 4),
 }

@@ -110,7 +110,8 @@ def account(
     Example: depthroute account configs/demo.toml model.vocab_size=4096
     """
     from depthroute.account import account as count
-    from depthroute.account import format_account, format_paper
+    from depthroute.account import format_account
+    from depthroute.paper import format_paper
     from depthroute.train import RunConfig
 
     if paper:

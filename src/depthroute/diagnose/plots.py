@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from depthroute.diagnose.record import DepthRecord, replacing
+from depthroute.diagnose.record import DepthRecord
+from depthroute.files import replacing
 
 # Okabe and Ito's colours, told apart with any colour vision; yellow is too pale for lines
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -166,6 +167,8 @@ def _legend(figure: Any, title: str) -> None:
 
 def _write(figure: Any, path: str | Path) -> Path:
     path = Path(path)
-    with replacing(path, suffix=".png") as file:
+    if path.suffix != ".png":
+        raise ValueError(f"path must end in .png, got {path}")
+    with replacing(path) as file:
         figure.savefig(file, format="png")
     return path

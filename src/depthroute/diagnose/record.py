@@ -4,17 +4,16 @@ S sources, M sublayers (the reads are at sites 0 .. M), B batch, T tokens, H dep
 """
 
 import json
-import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from depthroute.files import replacing
 from depthroute.models import CausalLM
 from depthroute.nn import Documents
 from depthroute.residual.probe import Probe
@@ -64,9 +63,15 @@ class DepthRecord:
         return json.dumps({**content, "mean_effective_sources": self.mean_effective_sources})
 
     def save(self, path: str | Path) -> Path:
-        """Write the arrays to one `.npz` file, atomically, and return its path."""
+        """Write the arrays to one `.npz` file, atomically, and return its path.
+
+        Raises:
+            ValueError: `path` does not end in `.npz`.
+        """
         path = Path(path)
-        with replacing(path, suffix=".npz") as file:
+        if path.suffix != ".npz":
+            raise ValueError(f"path must end in .npz, got {path}")
+        with replacing(path) as file:
             np.savez(file, **asdict(self))
         return path
 
@@ -158,22 +163,3 @@ def _record(sums: dict[int, _Sums], num_reads: int, num_tokens: int) -> DepthRec
         max_weight=largest,
         num_tokens=num_tokens,
     )
-
-
-@contextmanager
-def replacing(path: Path, *, suffix: str) -> Iterator[BinaryIO]:
-    """Open a file that takes the place of `path` once it is whole; folders are made.
-
-    Raises:
-        ValueError: `path` does not end in `suffix`.
-    """
-    if path.suffix != suffix:
-        raise ValueError(f"path must end in {suffix}, got {path}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            yield file
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

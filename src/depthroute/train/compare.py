@@ -20,10 +20,11 @@ from depthroute.diagnose import (
     plot_losses,
     record_depth,
 )
+from depthroute.files import write_text
 from depthroute.models import generate
 from depthroute.train.config import RunConfig
 from depthroute.train.report import Reporter
-from depthroute.train.run import RunFolder, environment, load_model, resolve, write_text
+from depthroute.train.run import RunFolder, environment, load_model, resolve
 from depthroute.train.trainer import RunResult, train
 from depthroute.train.validate import Validation, documents_of
 

@@ -5,7 +5,6 @@
 """
 
 import json
-import os
 import platform
 import tomllib
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import torch
 import depthroute
 from depthroute.config import dump, load
 from depthroute.data import TokenDataset
+from depthroute.files import write_text
 from depthroute.models import CausalLM
 from depthroute.train.checkpoint import list_checkpoints, load_weights
 from depthroute.train.config import RunConfig
@@ -126,13 +126,6 @@ def environment() -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if cuda else platform.processor() or "cpu",
         "num_devices": torch.cuda.device_count() if cuda else 0,
     }
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.writing")
-    temporary.write_text(text)
-    os.replace(temporary, path)
 
 
 def _changes(old: str, new: str) -> str:
