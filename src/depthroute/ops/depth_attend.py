@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from depthroute.ops import checks
-from depthroute.ops.reference import lse_of
+from depthroute.ops.reference import depth_attend_reference, lse_of
 from depthroute.ops.scores import (
     KeyNorm,
     ScoreRule,
@@ -63,6 +63,21 @@ def depth_attend(
 
     Source: arXiv 2603.15031 (AttnRes); arXiv 2607.09694, section 3 (low-rank keys).
     """
+    if torch.compiler.is_compiling():
+        # the C++ backend of torch 2.13 gave wrong gradients of a whole decoder with `_DepthAttend`
+        # inside, though right ones of a single read; let it derive them from the plain form
+        return depth_attend_reference(
+            values,
+            query,
+            keys=keys,
+            heads=heads,
+            key_norm=key_norm,
+            eps=eps,
+            scale=scale,
+            bias=bias,
+            null=null,
+            out_dtype=out_dtype,
+        )
     read = checks.read(
         values,
         query,

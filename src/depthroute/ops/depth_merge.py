@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from depthroute.ops import checks
+from depthroute.ops.reference import depth_merge_reference
 from depthroute.ops.scores import (
     KeyNorm,
     ScoreRule,
@@ -52,6 +53,18 @@ def depth_merge(
 
     Source: arXiv 2603.15031, two-phase computation.
     """
+    if torch.compiler.is_compiling():  # see depth_attend
+        return depth_merge_reference(
+            out,
+            lse,
+            value,
+            query,
+            key=key,
+            key_norm=key_norm,
+            eps=eps,
+            scale=scale,
+            bias=bias,
+        )
     dtype = accumulation_dtype(value.dtype)
     if lse.ndim < 1:
         raise ValueError("lse must be [Q, *batch, H] or [*batch, H], got a number")
