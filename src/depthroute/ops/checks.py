@@ -186,3 +186,59 @@ def read(
         None if null is None else null_of(null, len(rows), heads, items[0]),
         checked,
     )
+
+
+class Merge(NamedTuple):
+    """Validated arguments of a merge, in canonical form."""
+
+    out: Tensor  # [Q, *b, D]
+    lse: Tensor  # [Q, *b, H]
+    read: Read  # of the one new source
+
+
+def merge(
+    out: Tensor,
+    lse: Tensor,
+    value: Tensor,
+    query: Tensor,
+    *,
+    key: Tensor | None,
+    key_norm: KeyNorm,
+    eps: float,
+    scale: float,
+    bias: Tensor | float | None,
+) -> Merge:
+    """Validate the arguments of `depth_merge` and return them in canonical form."""
+    dtype = accumulation_dtype(value.dtype)
+    if lse.ndim < 1:
+        raise ValueError("lse must be [Q, *batch, H] or [*batch, H], got a number")
+    one = read(
+        [value],
+        query,
+        keys=None if key is None else [key],
+        heads=lse.shape[-1],
+        key_norm=key_norm,
+        eps=eps,
+        scale=scale,
+        bias=None,
+        null=None,
+    )
+    lead, batch = query.shape[:-1], value.shape[:-1]
+    if out.shape != (*lead, *value.shape):
+        raise ValueError(f"out must have shape {(*lead, *value.shape)}, got {tuple(out.shape)}")
+    if lse.shape[:-1] != (*lead, *batch) or lse.dtype != dtype:
+        raise ValueError(
+            f"lse must be {dtype} of shape {(*lead, *batch, 'H')}, "
+            f"got {lse.dtype} of shape {tuple(lse.shape)}"
+        )
+    if bias is not None:
+        bias = torch.as_tensor(bias, dtype=dtype, device=value.device)
+        if not is_one_of(bias.shape, (), batch, (*lead, *batch)):
+            raise ValueError(
+                f"bias must be a number, {tuple(batch)} or {(*lead, *batch)}, "
+                f"got shape {tuple(bias.shape)}"
+            )
+        one = one._replace(bias=bias.expand(len(one.query), *batch).unsqueeze(1))
+    if query.ndim == 1:
+        out, lse = out.unsqueeze(0), lse.unsqueeze(0)
+    return Merge(out, lse, one)

@@ -7,13 +7,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from depthroute.ops import checks
-from depthroute.ops.reference import depth_attend_reference, lse_of
+from depthroute.ops import checks, reference
 from depthroute.ops.scores import (
     KeyNorm,
     ScoreRule,
     accumulation_dtype,
-    cast,
     raw_scores,
     raw_scores_backward,
     split_heads,
@@ -63,21 +61,6 @@ def depth_attend(
 
     Source: arXiv 2603.15031 (AttnRes); arXiv 2607.09694, section 3 (low-rank keys).
     """
-    if torch.compiler.is_compiling():
-        # the C++ backend of torch 2.13 gave wrong gradients of a whole decoder with `_DepthAttend`
-        # inside, though right ones of a single read; let it derive them from the plain form
-        return depth_attend_reference(
-            values,
-            query,
-            keys=keys,
-            heads=heads,
-            key_norm=key_norm,
-            eps=eps,
-            scale=scale,
-            bias=bias,
-            null=null,
-            out_dtype=out_dtype,
-        )
     read = checks.read(
         values,
         query,
@@ -89,16 +72,22 @@ def depth_attend(
         bias=bias,
         null=null,
     )
-    out, lse = _DepthAttend.apply(
-        read.query,
-        read.bias,
-        read.null,
-        read.rule,
-        checks.out_dtype_of(out_dtype, read.values[0]),
-        len(read.values),
-        *read.values,
-        *(read.keys or ()),
-    )
+    dtype = checks.out_dtype_of(out_dtype, read.values[0])
+    # the C++ backend of torch 2.13 gave wrong gradients of a whole decoder with `_DepthAttend`
+    # inside, though right ones of a single read; let it derive them from the plain form
+    if torch.compiler.is_compiling():
+        out, lse = reference.attend(read, dtype)
+    else:
+        out, lse = _DepthAttend.apply(
+            read.query,
+            read.bias,
+            read.null,
+            read.rule,
+            dtype,
+            len(read.values),
+            *read.values,
+            *(read.keys or ()),
+        )
     return (out, lse) if query.ndim == 2 else (out.squeeze(0), lse.squeeze(0))
 
 
@@ -106,10 +95,16 @@ class _DepthAttend(torch.autograd.Function):
     """Loop over the sources; the stacked `[S, *b, D]` never exists."""
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        # no named arguments: without gradients, torch 2.11 compares their number with that of the
-        # values given and takes `ctx` for the first argument where the two happen to be equal
-        query, bias, null, rule, out_dtype, num_sources, *tensors = arguments
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        bias: Tensor | None,
+        null: Tensor | None,
+        rule: ScoreRule,
+        out_dtype: torch.dtype,
+        num_sources: int,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         values = tensors[:num_sources]
         keys = tensors[num_sources:] or (None,) * num_sources
         wide = query.to(accumulation_dtype(values[0].dtype))
@@ -117,7 +112,7 @@ class _DepthAttend(torch.autograd.Function):
         dots = torch.stack([dot for dot, _ in scores], dim=1)  # [Q, S, *b, H]
         rstds = torch.stack([rstd for _, rstd in scores])  # [S, *b, 1]
         logits = _logits(dots, rstds, bias, rule)
-        lse = lse_of(logits, null)
+        lse = reference.lse_of(logits, null)
         weights = torch.exp(logits - lse.unsqueeze(1)).unsqueeze(-1)
         out = torch.zeros(
             (len(wide), *split_heads(values[0], rule.heads).shape),
@@ -128,7 +123,7 @@ class _DepthAttend(torch.autograd.Function):
             out.addcmul_(weights[:, i], split_heads(value, rule.heads).to(wide.dtype))
         ctx.save_for_backward(query, bias, null, dots, rstds, lse, *tensors)
         ctx.rule, ctx.num_sources = rule, num_sources
-        return cast(out.flatten(-2), out_dtype), lse
+        return out.flatten(-2).to(out_dtype), lse
 
     @staticmethod
     @once_differentiable

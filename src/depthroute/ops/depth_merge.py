@@ -6,13 +6,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from depthroute.ops import checks
-from depthroute.ops.reference import depth_merge_reference
+from depthroute.ops import checks, reference
 from depthroute.ops.scores import (
     KeyNorm,
     ScoreRule,
-    accumulation_dtype,
-    cast,
     raw_scores,
     raw_scores_backward,
     split_heads,
@@ -53,51 +50,25 @@ def depth_merge(
 
     Source: arXiv 2603.15031, two-phase computation.
     """
-    if torch.compiler.is_compiling():  # see depth_attend
-        return depth_merge_reference(
-            out,
-            lse,
-            value,
-            query,
-            key=key,
-            key_norm=key_norm,
-            eps=eps,
-            scale=scale,
-            bias=bias,
-        )
-    dtype = accumulation_dtype(value.dtype)
-    if lse.ndim < 1:
-        raise ValueError("lse must be [Q, *batch, H] or [*batch, H], got a number")
-    read = checks.read(
-        [value],
+    given = checks.merge(
+        out,
+        lse,
+        value,
         query,
-        keys=None if key is None else [key],
-        heads=lse.shape[-1],
+        key=key,
         key_norm=key_norm,
         eps=eps,
         scale=scale,
-        bias=None,
-        null=None,
+        bias=bias,
     )
-    lead = query.shape[:-1]
-    if out.shape != (*lead, *value.shape):
-        raise ValueError(f"out must have shape {(*lead, *value.shape)}, got {tuple(out.shape)}")
-    if lse.shape[:-1] != (*lead, *value.shape[:-1]) or lse.dtype != dtype:
-        raise ValueError(
-            f"lse must be {dtype} of shape {(*lead, *value.shape[:-1], 'H')}, "
-            f"got {lse.dtype} of shape {tuple(lse.shape)}"
+    if torch.compiler.is_compiling():  # see depth_attend
+        out, lse = reference.merge(given)
+    else:
+        read = given.read
+        offset = None if read.bias is None else read.bias.squeeze(1)
+        out, lse = _DepthMerge.apply(
+            given.out, given.lse, value, read.query, key, offset, read.rule
         )
-    if bias is not None:
-        bias = torch.as_tensor(bias, dtype=dtype, device=value.device)
-        if not checks.is_one_of(bias.shape, (), value.shape[:-1], (*lead, *value.shape[:-1])):
-            raise ValueError(
-                f"bias must be a number, {tuple(value.shape[:-1])} or "
-                f"{(*lead, *value.shape[:-1])}, got shape {tuple(bias.shape)}"
-            )
-        bias = bias.expand(len(read.query), *value.shape[:-1])
-    if query.ndim == 1:
-        out, lse = out.unsqueeze(0), lse.unsqueeze(0)
-    out, lse = _DepthMerge.apply(out, lse, value, read.query, key, bias, read.rule)
     return (out, lse) if query.ndim == 2 else (out.squeeze(0), lse.squeeze(0))
 
 
@@ -126,7 +97,7 @@ class _DepthMerge(torch.autograd.Function):
         merged.addcmul_(take.unsqueeze(-1), split_heads(value, rule.heads).to(lse.dtype))
         ctx.save_for_backward(out, value, query, key, dot, rstd, keep, take)
         ctx.rule, ctx.has_bias = rule, bias is not None
-        return cast(merged.flatten(-2), value.dtype), total
+        return merged.flatten(-2).to(value.dtype), total
 
     @staticmethod
     @once_differentiable

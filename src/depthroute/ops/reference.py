@@ -26,6 +26,26 @@ def lse_of(logits: Tensor, null: Tensor | None) -> Tensor:
     return torch.logaddexp(lse, null.view(null.shape[0], *([1] * (lse.ndim - 2)), null.shape[1]))
 
 
+def attend(read: checks.Read, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return out `[Q, *b, D]` and lse `[Q, *b, H]` of a validated read."""
+    logits = logits_of(read)
+    lse = lse_of(logits, read.null)
+    weights = torch.exp(logits - lse.unsqueeze(1))
+    stacked = split_heads(torch.stack(read.values).to(lse.dtype), read.rule.heads)
+    out = contract("qs...h,s...hd->q...hd", weights, stacked).flatten(-2)
+    return out.to(out_dtype), lse
+
+
+def merge(given: checks.Merge) -> tuple[Tensor, Tensor]:
+    """Return out `[Q, *b, D]` and lse `[Q, *b, H]` of a validated merge."""
+    out, lse, read = given
+    one, one_lse = attend(read, lse.dtype)
+    total = torch.logaddexp(lse, one_lse)
+    old = split_heads(out.to(lse.dtype), read.rule.heads) * torch.exp(lse - total).unsqueeze(-1)
+    new = split_heads(one, read.rule.heads) * torch.exp(one_lse - total).unsqueeze(-1)
+    return (old + new).flatten(-2).to(read.values[0].dtype), total
+
+
 def depth_weights(
     values: Sequence[Tensor] | Tensor,
     query: Tensor,
@@ -92,12 +112,7 @@ def depth_attend_reference(
         bias=bias,
         null=null,
     )
-    logits = logits_of(read)
-    lse = lse_of(logits, read.null)
-    weights = torch.exp(logits - lse.unsqueeze(1))
-    stacked = split_heads(torch.stack(read.values).to(lse.dtype), heads)  # [S, *b, H, D/H]
-    out = contract("qs...h,s...hd->q...hd", weights, stacked).flatten(-2)
-    out = out.to(checks.out_dtype_of(out_dtype, read.values[0]))
+    out, lse = attend(read, checks.out_dtype_of(out_dtype, read.values[0]))
     return (out, lse) if query.ndim == 2 else (out.squeeze(0), lse.squeeze(0))
 
 
@@ -114,19 +129,17 @@ def depth_merge_reference(
     bias: Tensor | float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute `depth_merge` by autograd; its oracle in the tests."""
-    one, one_lse = depth_attend_reference(
-        [value],
-        query,
-        keys=None if key is None else [key],
-        heads=lse.shape[-1],
-        key_norm=key_norm,
-        eps=eps,
-        scale=scale,
-        out_dtype=lse.dtype,
+    out, lse = merge(
+        checks.merge(
+            out,
+            lse,
+            value,
+            query,
+            key=key,
+            key_norm=key_norm,
+            eps=eps,
+            scale=scale,
+            bias=bias,
+        )
     )
-    if bias is not None:
-        one_lse = one_lse + torch.as_tensor(bias, dtype=lse.dtype, device=lse.device)[..., None]
-    total = torch.logaddexp(lse, one_lse)
-    old = split_heads(out.to(lse.dtype), lse.shape[-1]) * torch.exp(lse - total).unsqueeze(-1)
-    new = split_heads(one, lse.shape[-1]) * torch.exp(one_lse - total).unsqueeze(-1)
-    return (old + new).flatten(-2).to(value.dtype), total
+    return (out, lse) if query.ndim == 2 else (out.squeeze(0), lse.squeeze(0))

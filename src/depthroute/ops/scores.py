@@ -25,12 +25,6 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast only if needed: an autograd.Function that returns a no-op `.to()` gets zero gradients
-    when compiled by torch 2.11."""
-    return x if x.dtype == dtype else x.to(dtype)
-
-
 def split_heads(x: Tensor, heads: int) -> Tensor:
     """View `[..., W]` as `[..., H, W / H]`."""
     return x.unflatten(-1, (heads, x.shape[-1] // heads))
