@@ -8,11 +8,16 @@ from typing import BinaryIO
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def replacing(path: Path, *, suffix: str = "") -> Iterator[BinaryIO]:
     """Open a file that takes the place of `path` once it is whole; its folder is made.
 
     A block that raises, or a process that is killed, leaves what was there before.
+
+    Raises:
+        ValueError: `path` does not end in `suffix`.
     """
+    if not path.name.endswith(suffix):
+        raise ValueError(f"path must end in {suffix}, got {path}")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

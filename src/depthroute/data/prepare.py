@@ -2,9 +2,10 @@
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
+from depthroute.config import config_dataclass
 from depthroute.data.manifest import Manifest
 from depthroute.data.raw_tokens import TokenFiles, import_tokens
 from depthroute.data.report import Progress, ProgressCallback, SkipReport
@@ -16,7 +17,7 @@ from depthroute.data.writer import DEFAULT_SHARD_TOKENS, TokenWriter, check_is_f
 BATCH_CHARACTERS = 1 << 21
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_dataclass
 class PrepareConfig:
     """What a dataset is made of: either `source` (text) or `tokens` (ready token files).
 

@@ -2,12 +2,13 @@
 
 import lzma
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
+from depthroute.config import config_dataclass
 from depthroute.data.manifest import Manifest
 from depthroute.data.report import ProgressCallback, SkipReport
 from depthroute.data.tokenizer import load_tokenizer
@@ -16,7 +17,7 @@ from depthroute.data.writer import DEFAULT_SHARD_TOKENS, TokenWriter
 CHUNK_TOKENS = 1 << 22
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_dataclass
 class TokenFiles:
     """Raw little-endian token files, as nanoGPT's scripts write them; `.xz` ones are unpacked.
 

@@ -167,8 +167,6 @@ def _legend(figure: Any, title: str) -> None:
 
 def _write(figure: Any, path: str | Path) -> Path:
     path = Path(path)
-    if path.suffix != ".png":
-        raise ValueError(f"path must end in .png, got {path}")
-    with replacing(path) as file:
+    with replacing(path, suffix=".png") as file:
         figure.savefig(file, format="png")
     return path

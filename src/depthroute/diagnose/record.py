@@ -69,9 +69,7 @@ class DepthRecord:
             ValueError: `path` does not end in `.npz`.
         """
         path = Path(path)
-        if path.suffix != ".npz":
-            raise ValueError(f"path must end in .npz, got {path}")
-        with replacing(path) as file:
+        with replacing(path, suffix=".npz") as file:
             np.savez(file, **asdict(self))
         return path
 

@@ -41,18 +41,14 @@ class ModelConfig:
     residual: ResidualConfig = PreNormConfig()
 
     def __post_init__(self) -> None:
-        counts = {
-            name: getattr(self, name)
-            for name in (
-                "hidden_size",
-                "intermediate_size",
-                "num_hidden_layers",
-                "num_attention_heads",
-            )
-        }
-        for name, value in counts.items():
-            if value < 1:
-                raise ValueError(f"{name} must be >= 1, got {value}")
+        for name in (
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
         for name in ("norm_eps", "init_std"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")

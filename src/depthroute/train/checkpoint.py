@@ -65,11 +65,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizers: list[Optimizer]) -
         ValueError: The checkpoint lacks something, or holds tensors of other shapes.
     """
     state = _state(model, optimizers, 0)
-    with _single_process():
-        try:
-            dcp.load(state, checkpoint_id=path, no_dist=True)
-        except (dcp.api.CheckpointException, RuntimeError, ValueError, OSError) as error:
-            raise ValueError(f"{path} cannot be loaded into this model: {error}") from error
+    _load(path, state)
     set_state_dict(
         model,
         optimizers,
@@ -90,12 +86,17 @@ def load_weights(path: Path, model: nn.Module) -> None:
         ValueError: The checkpoint lacks something, or holds tensors of other shapes.
     """
     state = {"model": model.state_dict()}
+    _load(path, state)
+    model.load_state_dict(state["model"])
+
+
+def _load(path: Path, state: dict[str, Any]) -> None:
+    """Fill a state in place from a checkpoint."""
     with _single_process():
         try:
             dcp.load(state, checkpoint_id=path, no_dist=True)
         except (dcp.api.CheckpointException, RuntimeError, ValueError, OSError) as error:
             raise ValueError(f"{path} cannot be loaded into this model: {error}") from error
-    model.load_state_dict(state["model"])
 
 
 def _state(model: nn.Module, optimizers: list[Optimizer], step: int) -> dict[str, Any]:

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
-from depthroute.data import Batch, TokenDataset, TokenLoader, ValidationWindows, micro
+from depthroute.data import TokenDataset, TokenLoader, ValidationWindows, micro
 from depthroute.data import validation_windows as fixed_windows
 from depthroute.models import CausalLM
 from depthroute.models.compile import compile_model
@@ -28,7 +27,7 @@ from depthroute.train.config import RunConfig, TrainConfig
 from depthroute.train.report import Reporter
 from depthroute.train.run import RunFolder, open_dataset, resolve
 from depthroute.train.signals import StopRequest
-from depthroute.train.validate import Validation, documents_of, validate
+from depthroute.train.validate import Validation, batch_loss, validate
 
 
 class RunResult(NamedTuple):
@@ -147,11 +146,17 @@ class _Trainer:
         )
         losses, squares = [], []
         for i in range(num_micro):
-            cross_entropy, squared_lse = self._loss(micro(batch, i, num_micro))
-            objective = cross_entropy + config.optim.z_loss * squared_lse
+            sums = batch_loss(
+                self.model,
+                micro(batch, i, num_micro),
+                self.device,
+                mask_documents=config.data.mask_documents,
+                chunk_tokens=config.train.loss_chunk_tokens,
+            )
+            objective = sums.cross_entropy + config.optim.z_loss * sums.squared_lse
             (objective / tokens).backward()
-            losses.append(cross_entropy.detach())
-            squares.append(squared_lse.detach())
+            losses.append(sums.cross_entropy.detach())
+            squares.append(sums.squared_lse.detach())
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.optim.clip_norm)
         rates = set_learning_rates(
             self.optimizers, schedule_factor(step, config.train.steps, config.optim.schedule)
@@ -170,18 +175,6 @@ class _Trainer:
                 "lr/adamw": rates["embedding"],
             }
         )
-
-    def _loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        documents = None
-        if self.config.data.mask_documents:
-            documents = documents_of(batch, self.device)
-        sums = self.model.loss(
-            batch.ids.to(self.device, non_blocking=True),
-            batch.targets.to(self.device, non_blocking=True),
-            documents=documents,
-            chunk_tokens=self.config.train.loss_chunk_tokens,
-        )
-        return sums.cross_entropy, sums.squared_lse
 
     def flush(self, report: Reporter) -> list[dict[str, Any]]:
         """Wait for the device and return the records of the steps since the last call.

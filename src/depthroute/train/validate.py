@@ -7,7 +7,7 @@ import torch
 
 from depthroute.data import Batch, ValidationWindows
 from depthroute.models import CausalLM
-from depthroute.nn import Documents
+from depthroute.nn import Documents, LossSums
 
 
 class Validation(NamedTuple):
@@ -46,16 +46,31 @@ def validate(
     device = next(model.parameters()).device
     total, tokens, num_bytes = 0.0, 0, 0
     for batch in windows.batches(batch_size):
-        sums = model.loss(
-            *(x.to(device) for x in (batch.ids, batch.targets)),
-            documents=documents_of(batch, device) if mask_documents else None,
-            chunk_tokens=chunk_tokens,
+        sums = batch_loss(
+            model, batch, device, mask_documents=mask_documents, chunk_tokens=chunk_tokens
         )
         total += sums.cross_entropy.item()
         tokens += int(sums.tokens)
         num_bytes += batch.num_bytes or 0
     per_byte = total / math.log(2) / num_bytes if num_bytes else None
     return Validation(total / tokens, per_byte, tokens)
+
+
+def batch_loss(
+    model: CausalLM,
+    batch: Batch,
+    device: torch.device,
+    *,
+    mask_documents: bool,
+    chunk_tokens: int,
+) -> LossSums:
+    """Return the loss sums of a batch on the CPU by a model on `device`."""
+    return model.loss(
+        batch.ids.to(device, non_blocking=True),
+        batch.targets.to(device, non_blocking=True),
+        documents=documents_of(batch, device) if mask_documents else None,
+        chunk_tokens=chunk_tokens,
+    )
 
 
 def documents_of(batch: Batch, device: torch.device) -> Documents:
