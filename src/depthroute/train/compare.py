@@ -206,8 +206,8 @@ def _look(
     run: RunConfig, path: Path, dataset: TokenDataset, config: CompareConfig
 ) -> tuple[DepthRecord | None, str]:
     """Record the depth weights of a trained model and sample from it."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_model(path, device=str(device))
+    device, _ = run.train.placement()
+    model = load_model(path, device=device)
     windows = validation_windows(
         dataset.split("val"),
         context=run.data.context,

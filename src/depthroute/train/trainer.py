@@ -23,7 +23,8 @@ from depthroute.optim import (
     set_learning_rates,
 )
 from depthroute.train.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
-from depthroute.train.config import RunConfig, TrainConfig
+from depthroute.train.config import RunConfig
+from depthroute.train.determinism import determinism
 from depthroute.train.report import Reporter
 from depthroute.train.run import RunFolder, open_dataset, resolve
 from depthroute.train.signals import StopRequest
@@ -44,8 +45,9 @@ def train(config: RunConfig, *, reporter: Reporter | None = None) -> RunResult:
 
     The objective of a step is `(sum CE + z_loss * sum lse^2) / tokens` over the global batch, in
     micro-batches; what is reported is pure cross-entropy. A continued run equals an uninterrupted
-    one bit for bit on a CPU; on CUDA, torch's own gradients vary in rounding from run to run. The
-    first SIGINT or SIGTERM saves and stops.
+    one bit for bit on a CPU; on CUDA that takes `train.deterministic`, since some of torch's own
+    gradients vary in rounding from run to run. The first SIGINT or SIGTERM saves and stops. A run
+    that is complete is not done again: what it measured is read from its folder.
 
     Args:
         config: The run; `out` is made, or must hold a run of the same settings.
@@ -58,9 +60,12 @@ def train(config: RunConfig, *, reporter: Reporter | None = None) -> RunResult:
     dataset = open_dataset(config.data.path)
     config = resolve(config, dataset)
     folder = RunFolder(config)
+    if finished := folder.finished(config.train.steps):
+        return RunResult(folder.path, config.train.steps, finished, None)
     with (
         reporter or Reporter(folder.path.name, config.train.steps) as report,
         StopRequest() as stop,
+        determinism(config.train.deterministic),
     ):
         trainer = _Trainer(config, dataset)
         step = trainer.resume(folder, report)
@@ -80,7 +85,7 @@ def train(config: RunConfig, *, reporter: Reporter | None = None) -> RunResult:
             with trainer.clock_stopped():
                 if validating:
                     validation = trainer.validate()
-                    folder.log([_validation_record(step, validation)])
+                    folder.log([validation.record(step)])
                     report.say(_describe(report.title, step, validation))
                 if saving:
                     save_checkpoint(
@@ -90,11 +95,9 @@ def train(config: RunConfig, *, reporter: Reporter | None = None) -> RunResult:
                         trainer.optimizers,
                         keep=config.train.keep_checkpoints,
                     )
-        if step < config.train.steps:
-            validation = None
-        elif validation is None:  # the run was already complete
-            validation = trainer.validate()
-        return RunResult(folder.path, step, validation, stopped_by)
+        return RunResult(
+            folder.path, step, validation if step == config.train.steps else None, stopped_by
+        )
 
 
 class _Trainer:
@@ -102,7 +105,7 @@ class _Trainer:
 
     def __init__(self, config: RunConfig, dataset: TokenDataset) -> None:
         self.config = config
-        self.device, dtype = _placement(config.train)
+        self.device, dtype = config.train.placement()
         random.seed(config.train.seed)
         torch.manual_seed(config.train.seed)
         self.model = CausalLM(config.model, seed=config.train.seed).to(self.device)
@@ -228,30 +231,8 @@ class _Trainer:
         )
 
 
-def _placement(config: TrainConfig) -> tuple[torch.device, torch.dtype]:
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError('train.device is "cuda" but torch sees no CUDA device')
-    dtype = config.compute_dtype
-    if dtype == "auto":
-        dtype = "bfloat16" if device == "cuda" else "float32"
-    return torch.device(device), getattr(torch, dtype)
-
-
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _validation_record(step: int, validation: Validation) -> dict[str, Any]:
-    return {
-        "step": step,
-        "val/loss_nats": validation.loss_nats,
-        "val/perplexity": validation.perplexity,
-        "val/bits_per_byte": validation.bits_per_byte,
-        "val/tokens": validation.tokens,
-    }
 
 
 def _describe(title: str, step: int, validation: Validation) -> str:
