@@ -79,14 +79,19 @@ def tiny_config(residual: Any, **changes: Any) -> ModelConfig:
     return ModelConfig(**{**shape, **changes}, residual=residual)
 
 
-def tiny_model(residual: Any, *, dtype: torch.dtype = torch.float32, **changes: Any) -> CausalLM:
-    """Return a small model whose routing parameters are away from zero, so that they matter."""
+def tiny_model(
+    residual: Any, *, dtype: torch.dtype = torch.float32, noise: float = 0.5, **changes: Any
+) -> CausalLM:
+    """Return a small model whose routing parameters are `noise` away from their start.
+
+    0.5 makes routing sharp, so that it matters, and the model chaotic in bfloat16: there, take 0.1.
+    """
     model = CausalLM(tiny_config(residual, **changes)).to(dtype)
     source = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.model.residual.parameters():
-            noise = torch.randn(parameter.shape, generator=source, dtype=torch.float64)
-            parameter.add_(0.5 * noise)
+            draw = torch.randn(parameter.shape, generator=source, dtype=torch.float64)
+            parameter.add_(noise * draw)
     return model
 
 

@@ -75,7 +75,7 @@ def test_compiled_model_has_the_gradients_of_float32(name, mode):
     torch._dynamo.reset()
     ids = torch.randint(61, (2, 64), device=DEVICE)
     documents = Documents(torch.tensor([0, 30, 64, 128], dtype=torch.int32, device=DEVICE), 64)
-    model = tiny_model(VARIANTS[name], hidden_size=64, num_attention_heads=2).to(DEVICE)
+    model = tiny_model(VARIANTS[name], noise=0.1, hidden_size=64, num_attention_heads=2).to(DEVICE)
     names = ["loss", *(name for name, _ in model.named_parameters())]
     expected = loss_and_gradients(model, ids, documents)
     compile_model(model, mode)
@@ -85,4 +85,4 @@ def test_compiled_model_has_the_gradients_of_float32(name, mode):
     actual = loss_and_gradients(model, ids, documents)
     for got, want, parameter in zip(actual, expected, names, strict=True):
         error = (got - want).norm() / want.norm().clamp_min(1e-12)
-        assert error < 0.08, f"{parameter}: {error:.3f}"  # bfloat16 through 8 sublayers
+        assert error < 0.05, f"{parameter}: {error:.3f}"  # eager on a CPU: up to 0.026

@@ -47,7 +47,8 @@ def test_deterministic_run_repeats_and_continues_to_the_same_bits(make_run, tmp_
 
     whole, again = run("whole"), run("again")
     stopped = run("stopped", StopAfter("stopped", 12))
-    assert stopped.step == 6 and stopped.stopped_by is not None
+    assert stopped.step == 6
+    assert stopped.stopped_by is not None
     continued = run("stopped")
     expected = load_model(whole.path).state_dict()
     for other in (again, continued):
