@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from depthroute.models import CausalLM, ModelConfig
 from depthroute.residual import (
     AttnResConfig,
+    DenseFormerConfig,
     FromValueKey,
     PreNormConfig,
     ProjectedKey,
@@ -33,6 +34,8 @@ VARIANTS: dict[str, Any] = {
     "p_lr_sum": AttnResConfig(num_blocks=3, key=ProjectedKey(rank=8, block="sum")),
     "from_value": AttnResConfig(num_blocks=3, key=FromValueKey(rank=8)),
     "summary": AttnResConfig(num_blocks=3, summary=Summary(alpha=0.5, beta=0.7)),
+    "denseformer": DenseFormerConfig(),
+    "denseformer_2x2": DenseFormerConfig(dilation=2, period=2),
 }
 
 # torch's own: Dynamo (2.13) makes an instance of each autograd.Function that it traces, and looks
