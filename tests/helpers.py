@@ -13,6 +13,7 @@ from depthroute.residual import (
     AttnResConfig,
     DenseFormerConfig,
     FromValueKey,
+    LaurelConfig,
     PreNormConfig,
     ProjectedKey,
     Summary,
@@ -36,6 +37,9 @@ VARIANTS: dict[str, Any] = {
     "summary": AttnResConfig(num_blocks=3, summary=Summary(alpha=0.5, beta=0.7)),
     "denseformer": DenseFormerConfig(),
     "denseformer_2x2": DenseFormerConfig(dilation=2, period=2),
+    "laurel": LaurelConfig(rank=4),
+    "laurel_previous": LaurelConfig(balance="fixed", rank=0, previous=3, around="sublayer"),
+    "laurel_all": LaurelConfig(rank=4, previous=2),
 }
 
 # torch's own: Dynamo (2.13) makes an instance of each autograd.Function that it traces, and looks

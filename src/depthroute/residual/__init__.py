@@ -8,12 +8,14 @@ from depthroute.residual.attn_res import AttnRes, AttnResConfig, Summary
 from depthroute.residual.base import Cost, Kind, ResidualScheme
 from depthroute.residual.denseformer import DenseFormer, DenseFormerConfig
 from depthroute.residual.keys import FromValueKey, ProjectedKey, TailKey
+from depthroute.residual.laurel import Laurel, LaurelConfig
 from depthroute.residual.prenorm import PreNorm, PreNormConfig
 
 SCHEMES: dict[str, type[ResidualScheme]] = {
     "prenorm": PreNorm,
     "attn_res": AttnRes,
     "denseformer": DenseFormer,
+    "laurel": Laurel,
 }
 """Every scheme by the `name` of its config. To add one, add a line."""
 
@@ -52,6 +54,8 @@ __all__ = [
     "DenseFormerConfig",
     "FromValueKey",
     "Kind",
+    "Laurel",
+    "LaurelConfig",
     "PreNorm",
     "PreNormConfig",
     "ProjectedKey",

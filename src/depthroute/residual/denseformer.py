@@ -41,15 +41,15 @@ class DenseFormer(ResidualScheme):
     """Replace the stream, after a layer, by a learned weighted average of all layers' outputs.
 
     `X_i = layer_i(Y_{i-1})`, `Y_i = sum_j a_ij X_j` over `j = i, i - k, i - 2k, ... >= 0` if p
-    divides i, else `Y_i = X_i`; `X_0 = Y_0` is the embedding, and `Y_L` feeds the final norm. Within
-    a layer the residual sum stays. The weights `a_ij` are plain numbers, the same for all tokens;
-    they may be negative and need not sum to 1. At the start `a_ii = 1` and the others are 0: bit
-    for bit the plain residual sum.
+    divides i, else `Y_i = X_i`; `X_0 = Y_0` is the embedding, and `Y_L` feeds the final norm.
+    Within a layer the residual sum stays. The weights `a_ij` are plain numbers, the same for all
+    tokens; they may be negative and need not sum to 1. At the start `a_ii = 1` and the others are
+    0: bit for bit the plain residual sum.
 
-    A layer ends with its MLP.
+    A layer ends with its MLP, the last one with the last sublayer.
 
     Raises:
-        ValueError: The last sublayer is no MLP, or dilation or period exceeds the layers.
+        ValueError: Dilation or period exceeds the layers.
 
     Source: arXiv 2402.02622.
     """
@@ -60,20 +60,20 @@ class DenseFormer(ResidualScheme):
         self, config: DenseFormerConfig, *, dim: int, kinds: Sequence[Kind], eps: float
     ) -> None:
         super().__init__(config, dim=dim, kinds=kinds, eps=eps)
-        if self.kinds and self.kinds[-1] != "mlp":
-            raise ValueError(f"kinds must end with a layer's mlp, got {self.kinds}")
-        self.num_layers = self.kinds.count("mlp")
+        last = len(self.kinds) - 1
+        self.ends = tuple(i for i, kind in enumerate(self.kinds) if kind == "mlp" or i == last)
         for field in ("dilation", "period"):
-            if self.kinds and getattr(config, field) > self.num_layers:
+            if self.kinds and getattr(config, field) > len(self.ends):
                 raise ValueError(
-                    f"{field} must be at most the {self.num_layers} layers of the model, "
+                    f"{field} must be at most the {len(self.ends)} layers of the model, "
                     f"got {getattr(config, field)}"
                 )
         # one row per source, the oldest first; the last row is the layer itself
         self.weight = nn.ParameterList(
-            torch.zeros(len(self._sources(layer)), 1, dtype=torch.float32)
-            for layer in range(config.period, self.num_layers + 1, config.period)
+            torch.empty(len(self._sources(layer)), 1, dtype=torch.float32)
+            for layer in range(config.period, len(self.ends) + 1, config.period)
         )
+        self.init_weights()
 
     def forward(self, x: Tensor) -> DenseFormerState:
         """Start the stream with the embedding, which is also the first output."""
@@ -88,7 +88,7 @@ class DenseFormer(ResidualScheme):
     def write(self, state: DenseFormerState, site: int, y: Tensor) -> DenseFormerState:
         """Add to the stream; after a layer, average."""
         stream = state.stream + y
-        if self.kinds[site] != "mlp":
+        if site not in self.ends:
             return state._replace(stream=stream)
         outputs = (*state.outputs, stream)
         layer = len(outputs) - 1
@@ -100,16 +100,17 @@ class DenseFormer(ResidualScheme):
         """Norm the stream."""
         return norm(state.stream)
 
-    def init_weights(self, draw: Draw) -> None:
-        """Give the layer itself the weight 1, and the earlier ones 0."""
-        super().init_weights(draw)
+    @torch.no_grad()
+    def init_weights(self, draw: Draw | None = None) -> None:
+        """Give the layer itself the weight 1, and the earlier ones 0; nothing is drawn."""
         for weight in self.weight:
-            nn.init.ones_(weight[-1])
+            weight.zero_()
+            weight[-1] = 1.0
 
     def cost(self) -> Cost:
         """Count one multiply-add per column, source and average; all outputs are kept."""
         num_weights = sum(weight.numel() for weight in self.weight)
-        return Cost(num_weights, self.dim * num_weights, self.dim * (self.num_layers + 1))
+        return Cost(num_weights, self.dim * num_weights, self.dim * (len(self.ends) + 1))
 
     def _sources(self, layer: int) -> range:
         """Return the outputs that the average after `layer`, from 1, is over."""
