@@ -50,9 +50,8 @@ class Laurel(ResidualScheme):
 
     `x_{i+1} = a_i f_i + b_i (x_i + sum_j g_ij B_ij A_ij x_{i-j})`, j from 0 to k - 1. `f_i` is the
     sum of what the sublayers inside wrote. Without `rank`, `B A` is the identity; without
-    `previous`, j is 0 alone and `g` is 1; without both the sum is left out. Missing activations
-    before the embedding are left out. A layer ends with its MLP, the last one with the last
-    sublayer.
+    `previous`, j is 0 alone and `g` is 1; without both there is no sum. There is no term before the
+    embedding either. A layer ends with its MLP, the last one with the last sublayer.
 
     At the start a, b are 1 and the sum is 0 (B = 0; g = 0 where there is no B): the plain residual
     sum. With a rank g starts at 1, since with both B and g at 0 neither would ever move.
@@ -121,15 +120,13 @@ class Laurel(ResidualScheme):
 
     def cost(self) -> Cost:
         """Count `2 r D` multiply-adds per map, D per plain previous one, 2 D for the balance."""
-        config, count = self.config, len(self.ends)
+        rank, count = self.config.rank, len(self.ends)
         num_terms = sum(min(self.window, i + 1) for i in range(count))
-        products = (2 * config.rank or config.previous > 0) * num_terms
-        balance = 2 * count if config.balance == "softmax" else 0
-        return Cost(
-            parameters=sum(p.numel() for p in self.parameters()),
-            multiply_adds=self.dim * (products + balance),
-            cached=self.dim * (self.window - 1),  # the latest one is the stream itself
-        )
+        products = (2 * rank or self.config.previous > 0) * num_terms
+        balance = 2 * count if self.balance is not None else 0
+        retained = self.dim * (self.window - 1)  # the latest activation is the stream itself
+        num_parameters = sum(p.numel() for p in self.parameters())
+        return Cost(num_parameters, self.dim * (products + balance), retained)
 
     def _connect(self, recent: tuple[Tensor, ...], written: Tensor, i: int) -> Tensor:
         """Return the activation after connection `i`, summed in float32 and rounded once."""
