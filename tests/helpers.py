@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from depthroute.models import CausalLM, ModelConfig
 from depthroute.residual import (
     AttnResConfig,
+    DenseFormerConfig,
     FromValueKey,
+    LaurelConfig,
     PreNormConfig,
     ProjectedKey,
     Summary,
@@ -33,6 +35,11 @@ VARIANTS: dict[str, Any] = {
     "p_lr_sum": AttnResConfig(num_blocks=3, key=ProjectedKey(rank=8, block="sum")),
     "from_value": AttnResConfig(num_blocks=3, key=FromValueKey(rank=8)),
     "summary": AttnResConfig(num_blocks=3, summary=Summary(alpha=0.5, beta=0.7)),
+    "denseformer": DenseFormerConfig(),
+    "denseformer_2x2": DenseFormerConfig(dilation=2, period=2),
+    "laurel": LaurelConfig(rank=4),
+    "laurel_previous": LaurelConfig(balance="fixed", rank=0, previous=3, around="sublayer"),
+    "laurel_all": LaurelConfig(rank=4, previous=2),
 }
 
 # torch's own: Dynamo (2.13) makes an instance of each autograd.Function that it traces, and looks

@@ -11,7 +11,7 @@ from depthroute.cli import main
 from depthroute.config import dump, load
 from depthroute.train import CompareConfig, RunConfig
 
-CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").rglob("*.toml"))
 
 
 class Said(NamedTuple):
@@ -180,7 +180,7 @@ def test_wrong_arguments_are_refused(call, tmp_path):
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_file_in_configs_loads_as_what_it_is(path, monkeypatch):
-    monkeypatch.chdir(path.parents[1])  # comparisons name their run file from there
+    monkeypatch.chdir(Path(__file__).parents[2])  # comparisons name their run file from there
     if "variants" not in tomllib.loads(path.read_text()):
         assert load(RunConfig, path).train.steps > 0
         return

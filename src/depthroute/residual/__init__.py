@@ -6,12 +6,16 @@ from typing import Any
 from depthroute.config import tagged_union
 from depthroute.residual.attn_res import AttnRes, AttnResConfig, Summary
 from depthroute.residual.base import Cost, Kind, ResidualScheme
+from depthroute.residual.denseformer import DenseFormer, DenseFormerConfig
 from depthroute.residual.keys import FromValueKey, ProjectedKey, TailKey
+from depthroute.residual.laurel import Laurel, LaurelConfig
 from depthroute.residual.prenorm import PreNorm, PreNormConfig
 
 SCHEMES: dict[str, type[ResidualScheme]] = {
     "prenorm": PreNorm,
     "attn_res": AttnRes,
+    "denseformer": DenseFormer,
+    "laurel": Laurel,
 }
 """Every scheme by the `name` of its config. To add one, add a line."""
 
@@ -46,8 +50,12 @@ __all__ = [
     "AttnRes",
     "AttnResConfig",
     "Cost",
+    "DenseFormer",
+    "DenseFormerConfig",
     "FromValueKey",
     "Kind",
+    "Laurel",
+    "LaurelConfig",
     "PreNorm",
     "PreNormConfig",
     "ProjectedKey",
