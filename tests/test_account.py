@@ -43,7 +43,8 @@ class KernelCounter:
         return self._attend(values, query, **options)
 
     def merge(self, out: Tensor, lse: Tensor, value: Tensor, query: Tensor, **options: Any) -> Any:
-        self.multiply_adds += len(query) + value.shape[-1]
+        for row in query:
+            self.multiply_adds += len(row) + value.shape[-1]
         return self._merge(out, lse, value, query, **options)
 
 

@@ -86,8 +86,14 @@ def _config_class(table: dict[str, Any]) -> type:
     return CompareConfig if "variants" in table else PrepareConfig
 
 
-def test_every_scheme_has_a_page() -> None:
-    assert {page.stem for page in (ROOT / "docs" / "schemes").glob("*.md")} == set(SCHEMES)
+def test_every_scheme_has_a_page_and_every_page_says_how_to_configure_one() -> None:
+    pages = {page.stem: page for page in (ROOT / "docs" / "schemes").glob("*.md")}
+    assert set(SCHEMES) <= set(pages)
+    for page in pages.values():
+        tables = map(tomllib.loads, _blocks(page, "toml"))
+        named = {table["model"]["residual"]["name"] for table in tables}
+        assert named, page.name
+        assert named == ({page.stem} if page.stem in SCHEMES else named & set(SCHEMES))
 
 
 def test_every_metric_is_documented() -> None:
