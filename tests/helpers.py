@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from depthroute.models import CausalLM, ModelConfig
 from depthroute.residual import (
     AttnResConfig,
+    DeltaConfig,
     DenseFormerConfig,
     FromValueKey,
     LaurelConfig,
@@ -35,6 +36,18 @@ VARIANTS: dict[str, Any] = {
     "p_lr_sum": AttnResConfig(num_blocks=3, key=ProjectedKey(rank=8, block="sum")),
     "from_value": AttnResConfig(num_blocks=3, key=FromValueKey(rank=8)),
     "summary": AttnResConfig(num_blocks=3, summary=Summary(alpha=0.5, beta=0.7)),
+    "delta": DeltaConfig(num_blocks=0),
+    "delta_full_gate_null": DeltaConfig(num_blocks=0, gate="sigmoid", null=True),
+    "delta_block3": DeltaConfig(num_blocks=3),
+    "delta_block3_gate_null": DeltaConfig(
+        num_blocks=3, key=TailKey(rank=8), gate="scalar", null=True
+    ),
+    "delta_previous": DeltaConfig(
+        block_ends=(1, 4, 6, 8),
+        key=FromValueKey(rank=8),
+        gate="scalar",
+        recurrence="previous_entry",
+    ),
     "denseformer": DenseFormerConfig(),
     "denseformer_2x2": DenseFormerConfig(dilation=2, period=2),
     "laurel": LaurelConfig(rank=4),
