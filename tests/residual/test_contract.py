@@ -64,7 +64,7 @@ def ends_of(config: Any, num_writes: int) -> list[int]:
 def sources_of(residual: Any, steps: list[Step], site: int) -> tuple[list[Tensor], list[float]]:
     """Return what the weights of the read at `site` mix, and each one's share before training.
 
-    Both are empty for a site without a read over depth.
+    Both are empty for a site that mixes nothing.
     """
     config = residual.config
     writes = [step.written[..., :16] for step in steps if step.written is not None]
@@ -89,8 +89,6 @@ def delta_sources(
 ) -> tuple[list[Tensor], list[float]]:
     """Put each source into the sum: the weights add up to 1, so `s + g mix` mixes `s + g v`."""
     config = residual.config
-    if site in (0, len(writes)):
-        return [], []
     stream, bank, start = embedding, [embedding], embedding
     has_blocks = config.num_blocks or config.block_ends
     for t, write in enumerate(writes[:site], start=1):
@@ -99,9 +97,11 @@ def delta_sources(
             last = bank[-1] if config.recurrence == "previous_entry" else start
             bank.append(stream - last if has_blocks else write)
             start = stream
+    bank += [torch.zeros_like(stream)] * config.null
+    if site in (0, len(writes)) or len(bank) == 1:
+        return [], []
     gate = 1.0 if residual.gate is None else residual.gate[site - 1].double()
     gate = torch.sigmoid(gate) if config.gate == "sigmoid" else gate
-    bank += [torch.zeros_like(stream)] * config.null
     return [stream.double() + gate * value.double() for value in bank], [1.0] * len(bank)
 
 

@@ -83,10 +83,10 @@ class Delta(ResidualScheme):
         self.first = self.ends[0] if self.ends and not config.null else 1
         num_queries, num_reads = (max(len(self.kinds) - t, 0) for t in (self.first, 1))
         self.key = build_key(config.key, dim=dim, eps=eps)
-        self.query = nn.Parameter(torch.zeros(num_queries, self.key.rank, dtype=torch.float32))
-        self.null = _column(num_queries, 0.0) if config.null else None
+        self.query = _filled(0.0, num_queries, self.key.rank)
+        self.null = _filled(0.0, num_queries, 1) if config.null else None
         start = _GATE_STARTS.get(config.gate)
-        self.gate = None if start is None else _column(num_reads, start)
+        self.gate = None if start is None else _filled(start, num_reads, 1)
 
     @property
     def depth_block_ends(self) -> tuple[int, ...]:
@@ -129,15 +129,9 @@ class Delta(ResidualScheme):
         return norm(state.stream)
 
     def weights(self, state: DeltaState, site: int) -> Tensor | None:
-        """Return the softmax weights `[1, S, B, T, 1]`: embedding, deltas, null if there is one.
-
-        None at site 0 and at the head, which read the stream alone.
-        """
-        if site in (0, len(self.kinds)):
+        """Return `[1, S, B, T, 1]` over embedding, deltas and a null; None without a query."""
+        if not self.first <= site < len(self.kinds):
             return None
-        if site < self.first:
-            one = state.stream[..., :1].unsqueeze(0).unsqueeze(0)
-            return torch.ones_like(one, dtype=accumulation_dtype(one.dtype))
         weights = self._over_sources(depth_weights, state, site, site + 1)
         if self.null is None:
             return weights
@@ -189,5 +183,5 @@ class Delta(ResidualScheme):
         )
 
 
-def _column(rows: int, start: float) -> nn.Parameter:
-    return nn.Parameter(torch.full((rows, 1), start, dtype=torch.float32))
+def _filled(start: float, *shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.full(shape, start, dtype=torch.float32))
