@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from depthroute.models import CausalLM, ModelConfig
 from depthroute.residual import (
     AttnResConfig,
+    DeltaConfig,
     DenseFormerConfig,
     FromValueKey,
     LaurelConfig,
@@ -39,6 +40,18 @@ VARIANTS: dict[str, Any] = {
     "multi_head_low_rank": AttnResConfig(num_blocks=3, heads=4, key=TailKey(rank=8)),
     "qk_v": AttnResConfig(num_blocks=3, roles="qk_v"),
     "q_k_v_heads": AttnResConfig(num_blocks=3, roles="q_k_v", heads=2, key=TailKey(rank=8)),
+    "delta": DeltaConfig(num_blocks=0),
+    "delta_full_gate_null": DeltaConfig(num_blocks=0, gate="sigmoid", null=True),
+    "delta_block3": DeltaConfig(num_blocks=3),
+    "delta_block3_gate_null": DeltaConfig(
+        num_blocks=3, key=TailKey(rank=8), gate="scalar", null=True
+    ),
+    "delta_previous": DeltaConfig(
+        block_ends=(1, 4, 6, 8),
+        key=FromValueKey(rank=8),
+        gate="scalar",
+        recurrence="previous_entry",
+    ),
     "denseformer": DenseFormerConfig(),
     "denseformer_2x2": DenseFormerConfig(dilation=2, period=2),
     "laurel": LaurelConfig(rank=4),

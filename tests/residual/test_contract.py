@@ -18,7 +18,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from depthroute.config import from_dict, to_dict
 from depthroute.models import CausalLM, ModelConfig
-from depthroute.residual import SCHEMES, AttnResConfig, ResidualScheme, build_residual
+from depthroute.residual import (
+    SCHEMES,
+    AttnResConfig,
+    DeltaConfig,
+    ResidualScheme,
+    build_residual,
+)
 from depthroute.residual.probe import Probe
 from helpers import (
     VARIANTS,
@@ -49,12 +55,23 @@ def loss_gradients(model: torch.nn.Module, *inputs: Tensor) -> dict[str, Tensor]
     return {name: grad.clone() for name, grad in grads.items() if grad is not None}
 
 
-def sources_of(config: Any, steps: list[Step], site: int) -> tuple[list[Tensor], list[int]]:
-    """Return the sources of the read at `site`, and how many writes each sums."""
-    assert isinstance(config, AttnResConfig), f"say what the sources of {config.name} are"
+def ends_of(config: Any, num_writes: int) -> list[int]:
+    blocks = config.num_blocks or num_writes
+    ends = [math.ceil(num_writes * j / blocks) for j in range(1, blocks + 1)]
+    return list(config.block_ends) or ends
+
+
+def sources_of(residual: Any, steps: list[Step], site: int) -> tuple[list[Tensor], list[float]]:
+    """Return what the weights of the read at `site` mix, and each one's share before training.
+
+    Both are empty for a site that mixes nothing.
+    """
+    config = residual.config
     writes = [step.written[..., :16] for step in steps if step.written is not None]
-    blocks = config.num_blocks or len(writes)
-    ends = config.block_ends or [math.ceil(len(writes) * j / blocks) for j in range(1, blocks + 1)]
+    if isinstance(config, DeltaConfig):
+        return delta_sources(residual, steps[0].inputs[0], writes, site)
+    assert isinstance(config, AttnResConfig), f"say what the sources of {config.name} are"
+    ends = ends_of(config, len(writes))
     sources, counts = [steps[0].inputs[0]], [1]
     for start, end in pairwise((0, *ends)):
         block = writes[start : min(end, site)]
@@ -64,7 +81,28 @@ def sources_of(config: Any, steps: list[Step], site: int) -> tuple[list[Tensor],
                 total = total + write
             sources.append(total * len(block) ** -config.summary.alpha)
             counts.append(len(block))
-    return sources, counts
+    return sources, [count**config.summary.beta for count in counts]
+
+
+def delta_sources(
+    residual: Any, embedding: Tensor, writes: list[Tensor], site: int
+) -> tuple[list[Tensor], list[float]]:
+    """Put each source into the sum: the weights add up to 1, so `s + g mix` mixes `s + g v`."""
+    config = residual.config
+    stream, bank, start = embedding, [embedding], embedding
+    has_blocks = config.num_blocks or config.block_ends
+    for t, write in enumerate(writes[:site], start=1):
+        stream = stream + write
+        if t in ends_of(config, len(writes)):
+            last = bank[-1] if config.recurrence == "previous_entry" else start
+            bank.append(stream - last if has_blocks else write)
+            start = stream
+    bank += [torch.zeros_like(stream)] * config.null
+    if site in (0, len(writes)) or len(bank) == 1:
+        return [], []
+    gate = 1.0 if residual.gate is None else residual.gate[site - 1].double()
+    gate = torch.sigmoid(gate) if config.gate == "sigmoid" else gate
+    return [stream.double() + gate * value.double() for value in bank], [1.0] * len(bank)
 
 
 def test_every_scheme_has_a_variant() -> None:
@@ -80,7 +118,7 @@ def test_a_config_of_no_registered_scheme_is_refused() -> None:
 
 @every_variant
 def test_without_sublayers_the_embedding_comes_back(config: Any) -> None:
-    if isinstance(config, AttnResConfig):
+    if hasattr(config, "num_blocks"):
         config = dataclasses.replace(config, num_blocks=0, block_ends=())
     scheme = build_residual(config, dim=16, kinds=())
     x = torch.randn(2, 3, 16)
@@ -195,14 +233,18 @@ def test_weights_sum_to_one_and_reproduce_the_read(config: Any, dtype: torch.dty
         if type(toy.residual).weights is ResidualScheme.weights:
             assert weights is None
             continue
+        sources, _ = sources_of(toy.residual, steps, step.site)
+        if not sources:
+            assert weights is None
+            continue
         assert weights.dtype == torch.float32
         assert_close(weights.sum(1), torch.ones_like(weights[:, 0]), rtol=1e-6)
         # from the same state, float64 statistics differ by float32 roundings only, unless the
         # partial sum is scaled first: that is a value, and rounds to the values' dtype
         wide = tree_map_only(Tensor, Tensor.double, step.state)
         off = (weights - exact.weights(wide, step.site)).abs().max()
-        assert off < (1e-5 if dtype == torch.float32 or not config.summary.alpha else 2**-8)
-        sources, _ = sources_of(config, steps, step.site)
+        is_scaled = hasattr(config, "summary") and config.summary.alpha
+        assert off < (1e-5 if dtype == torch.float32 or not is_scaled else 2**-8)
         split = torch.stack(sources).double().unflatten(-1, (weights.shape[-1], -1))
         read = torch.einsum("osbth,sbthd->obthd", weights.double(), split).flatten(-2)
         names = [f"role {i} of site {step.site}" for i in range(len(read))]
@@ -212,7 +254,7 @@ def test_weights_sum_to_one_and_reproduce_the_read(config: Any, dtype: torch.dty
 
 def shorten(config: Any) -> Any:
     """Return the config for 4 sublayers; variants that differ in their blocks become equal."""
-    if isinstance(config, AttnResConfig):
+    if hasattr(config, "num_blocks"):
         return dataclasses.replace(config, num_blocks=2 if config.num_blocks else 0, block_ends=())
     return config
 
@@ -295,8 +337,11 @@ def test_before_training_each_source_weighs_the_same(config: Any) -> None:
         if type(toy.residual).weights is ResidualScheme.weights:
             assert weights is None
             continue
-        _, counts = sources_of(config, steps, step.site)
-        prior = torch.tensor(counts, dtype=torch.float64) ** config.summary.beta
+        _, shares = sources_of(toy.residual, steps, step.site)
+        if not shares:
+            assert weights is None
+            continue
+        prior = torch.tensor(shares, dtype=torch.float64)
         share = (prior / prior.sum()).view(1, -1, 1, 1, 1).expand(weights.shape)
         assert_close(weights, share, f"site {step.site}", rtol=3e-7)  # two float32 roundings
 

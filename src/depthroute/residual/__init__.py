@@ -6,6 +6,7 @@ from typing import Any
 from depthroute.config import tagged_union
 from depthroute.residual.attn_res import AttnRes, AttnResConfig, Summary
 from depthroute.residual.base import Cost, Kind, ResidualScheme
+from depthroute.residual.delta import Delta, DeltaConfig
 from depthroute.residual.denseformer import DenseFormer, DenseFormerConfig
 from depthroute.residual.keys import FromValueKey, ProjectedKey, TailKey
 from depthroute.residual.laurel import Laurel, LaurelConfig
@@ -14,6 +15,7 @@ from depthroute.residual.prenorm import PreNorm, PreNormConfig
 SCHEMES: dict[str, type[ResidualScheme]] = {
     "prenorm": PreNorm,
     "attn_res": AttnRes,
+    "delta": Delta,
     "denseformer": DenseFormer,
     "laurel": Laurel,
 }
@@ -50,6 +52,8 @@ __all__ = [
     "AttnRes",
     "AttnResConfig",
     "Cost",
+    "Delta",
+    "DeltaConfig",
     "DenseFormer",
     "DenseFormerConfig",
     "FromValueKey",

@@ -83,7 +83,7 @@ class ResidualScheme(nn.Module, ABC):
         `site = M` asks for the final read. Reference arithmetic, not a fast path.
 
         Returns:
-            `[roles, S, B, T, H]`, or None for a scheme without depth weights.
+            `[roles, S, B, T, H]`, a null last; None for a scheme or a site without depth weights.
         """
         return None
 

@@ -19,8 +19,8 @@ class Probe(ResidualScheme):
     Args:
         scheme: Does all the work.
         sink: Called as `sink(site, weights)` before each read, the final one (site M) included;
-            `weights` is `[roles, S, B, T, H]`, without gradient. Never called for a scheme without
-            depth weights; called again where activation checkpointing recomputes.
+            `weights` is `[roles, S, B, T, H]`, without gradient. Never called for a scheme or a
+            site without depth weights; called again where activation checkpointing recomputes.
     """
 
     def __init__(self, scheme: ResidualScheme, sink: Sink) -> None:
