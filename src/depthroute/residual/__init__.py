@@ -8,8 +8,10 @@ from depthroute.residual.attn_res import AttnRes, AttnResConfig, Summary
 from depthroute.residual.base import Cost, Kind, ResidualScheme
 from depthroute.residual.delta import Delta, DeltaConfig
 from depthroute.residual.denseformer import DenseFormer, DenseFormerConfig
+from depthroute.residual.hyper import Hyper, HyperConfig
 from depthroute.residual.keys import FromValueKey, ProjectedKey, TailKey
 from depthroute.residual.laurel import Laurel, LaurelConfig
+from depthroute.residual.mudd import Mudd, MuddConfig
 from depthroute.residual.prenorm import PreNorm, PreNormConfig
 
 SCHEMES: dict[str, type[ResidualScheme]] = {
@@ -18,6 +20,8 @@ SCHEMES: dict[str, type[ResidualScheme]] = {
     "delta": Delta,
     "denseformer": DenseFormer,
     "laurel": Laurel,
+    "mudd": Mudd,
+    "hyper": Hyper,
 }
 """Every scheme by the `name` of its config. To add one, add a line."""
 
@@ -57,9 +61,13 @@ __all__ = [
     "DenseFormer",
     "DenseFormerConfig",
     "FromValueKey",
+    "Hyper",
+    "HyperConfig",
     "Kind",
     "Laurel",
     "LaurelConfig",
+    "Mudd",
+    "MuddConfig",
     "PreNorm",
     "PreNormConfig",
     "ProjectedKey",
