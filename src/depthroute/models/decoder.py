@@ -13,6 +13,7 @@ from depthroute.nn import (
     Attention,
     AttentionContext,
     Documents,
+    DuplicatedLatentLinear,
     KVCache,
     Linear,
     LossSums,
@@ -48,8 +49,11 @@ class DecoderLayer(nn.Module):
             head_dim=config.head_width,
             norm_eps=config.norm_eps if config.qk_norm else None,
             emit_dim=emit_dim,
+            low_rank=config.low_rank,
         )
-        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, emit_dim)
+        self.mlp = SwiGLU(
+            config.hidden_size, config.intermediate_size, emit_dim, low_rank=config.low_rank
+        )
         self.input_layernorm = RMSNorm(config.norm_eps)
         self.post_attention_layernorm = RMSNorm(config.norm_eps)
 
@@ -240,7 +244,9 @@ class CausalLM(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Draw every weight from `N(0, init_std^2)`; the residual scheme initialises its own.
+        """Draw every weight from `N(0, init_std^2)`, but for what the owner initialises itself.
+
+        Owners are the residual scheme and low-rank maps.
 
         Each parameter's draw depends on the seed and its name alone. So models that differ in the
         residual scheme share the initial weights of everything else, whatever their order, device
@@ -248,15 +254,18 @@ class CausalLM(nn.Module):
         """
         names = {id(parameter): name for name, parameter in self.named_parameters()}
 
-        def draw(parameter: nn.Parameter) -> None:
+        def draw(parameter: nn.Parameter, std: float = self.config.init_std) -> None:
             source = torch.Generator().manual_seed(
                 zlib.crc32(f"{seed}/{names[id(parameter)]}".encode())
             )
             values = torch.empty(parameter.shape, dtype=torch.float32)
-            parameter.copy_(values.normal_(0.0, self.config.init_std, generator=source))
+            parameter.copy_(values.normal_(0.0, std, generator=source))
 
-        routing = {id(parameter) for parameter in self.model.residual.parameters()}
+        low_rank = [m for m in self.modules() if isinstance(m, DuplicatedLatentLinear)]
+        owners = [self.model.residual, *low_rank]
+        owned = {id(parameter) for owner in owners for parameter in owner.parameters()}
         for parameter in self.parameters():
-            if id(parameter) not in routing:
+            if id(parameter) not in owned:
                 draw(parameter)
-        self.model.residual.init_weights(draw)
+        for owner in owners:
+            owner.init_weights(draw)
