@@ -57,7 +57,6 @@ def test_fold_moves_only_the_copies_into_b() -> None:
     names = [f"model.layers.{i}" for i in range(4)]
     parts = ["self_attn.k_proj", "self_attn.o_proj", "mlp.down_proj"]
     assert changed == {f"{name}.{part}.weight" for name in names for part in parts}
-    # a width of 48 and rank 20: 3 copies each, so 16 latents are covered
     step = (
         after["model.layers.0.mlp.down_proj.weight"] - before["model.layers.0.mlp.down_proj.weight"]
     )
