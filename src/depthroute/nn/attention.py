@@ -1,11 +1,13 @@
 """The attention sublayer."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from depthroute.nn.context import AttentionContext, Documents
-from depthroute.nn.linear import Linear, OutProjection
+from depthroute.nn.low_rank import LowRankConfig, build_projection
 from depthroute.nn.norm import RMSNorm
 from depthroute.nn.rope import rotate
 
@@ -24,6 +26,7 @@ class Attention(nn.Module):
         head_dim: Width of a head.
         norm_eps: Epsilon of the QK-norm; None leaves queries and keys as they are.
         emit_dim: Columns that the output projection emits for the residual scheme.
+        low_rank: Low-rank maps in place of the projections in its scope.
     """
 
     def __init__(
@@ -36,13 +39,15 @@ class Attention(nn.Module):
         head_dim: int,
         norm_eps: float | None,
         emit_dim: int = 0,
+        low_rank: LowRankConfig | None = None,
     ) -> None:
         super().__init__()
         self.layer, self.head_dim, self.groups = layer, head_dim, heads // kv_heads
-        self.q_proj = Linear(dim, heads * head_dim)
-        self.k_proj = Linear(dim, kv_heads * head_dim)
-        self.v_proj = Linear(dim, kv_heads * head_dim)
-        self.o_proj = OutProjection(heads * head_dim, dim, emit_dim)
+        build = partial(build_projection, low_rank=low_rank)
+        self.q_proj = build("q", dim, heads * head_dim)
+        self.k_proj = build("k", dim, kv_heads * head_dim)
+        self.v_proj = build("v", dim, kv_heads * head_dim)
+        self.o_proj = build("o", heads * head_dim, dim, emit_dim)
         self.qk_norm = nn.Identity() if norm_eps is None else RMSNorm(norm_eps)
 
     def forward(self, *inputs: Tensor, context: AttentionContext) -> Tensor:
