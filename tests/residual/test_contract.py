@@ -209,13 +209,14 @@ def test_every_parameter_gets_a_gradient(config: Any) -> None:
 
 @every_variant
 def test_routing_stays_float32_under_bfloat16_compute(config: Any) -> None:
-    model, ids = tiny_model(config, noise=0.1), tokens()
+    model, ids = tiny_model(config, noise=0.05), tokens()
     full = model(ids)
     model.model.compute_dtype = torch.bfloat16
     dtypes = set()
     probe = Probe(model.model.residual, lambda site, weights: dtypes.add(weights.dtype))
-    error = (model(ids, residual=probe).float() - full).norm() / full.norm()
-    assert error < 0.04  # measured: 0.006 to 0.017, MUDD 0.034, whose weights cancel
+    error = (model(ids, residual=probe).float() - full).norm(dim=-1) / full.norm(dim=-1)
+    # of a few tokens weights of any sign leave only roundings, as MUDD's do: hence the median
+    assert error.median() < 0.02  # measured: at most 0.009, MUDD 0.014
     assert dtypes <= {torch.float32}
     for name, parameter in model.model.residual.named_parameters():
         assert parameter.dtype == torch.float32, name
