@@ -9,6 +9,7 @@ from depthroute.residual.base import Cost, Kind, ResidualScheme
 from depthroute.residual.denseformer import DenseFormer, DenseFormerConfig
 from depthroute.residual.keys import FromValueKey, ProjectedKey, TailKey
 from depthroute.residual.laurel import Laurel, LaurelConfig
+from depthroute.residual.oasis import Oasis, OasisConfig
 from depthroute.residual.prenorm import PreNorm, PreNormConfig
 
 SCHEMES: dict[str, type[ResidualScheme]] = {
@@ -16,6 +17,7 @@ SCHEMES: dict[str, type[ResidualScheme]] = {
     "attn_res": AttnRes,
     "denseformer": DenseFormer,
     "laurel": Laurel,
+    "oasis": Oasis,
 }
 """Every scheme by the `name` of its config. To add one, add a line."""
 
@@ -56,6 +58,8 @@ __all__ = [
     "Kind",
     "Laurel",
     "LaurelConfig",
+    "Oasis",
+    "OasisConfig",
     "PreNorm",
     "PreNormConfig",
     "ProjectedKey",
