@@ -249,7 +249,7 @@ def test_the_whole_pass_compiles_to_one_graph(config: Any) -> None:
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("name", ["prenorm", "attn_res_full", "p_lr"])
+@pytest.mark.parametrize("name", ["prenorm", "attn_res_full", "p_lr", "oasis_full"])
 @ignore_dynamo_warnings
 def test_sublayers_of_any_depth_compile_to_two_graphs(name: str) -> None:
     torch.compiler.reset()

@@ -145,12 +145,10 @@ class Oasis(ResidualScheme):
         reads = range(1, len(self.kinds) + 1)
         closed = [1 + sum(end <= site for end in self.ends) for site in reads]
         num_scores = sum(closed) + sum(site not in self.ends for site in reads)
-        width = self.dim + self.key.rank + 1
-        return Cost(
-            parameters=sum(p.numel() for p in self.parameters()),
-            multiply_adds=width * num_scores + self.config.depth_null * self.dim * len(reads),
-            cached=(self.dim + 1) * (len(self.ends) + 1),
-        )
+        products = (self.dim + self.key.rank + 1) * num_scores
+        products += self.config.depth_null * self.dim * len(reads)
+        num_parameters = self.query.numel() + self.beta_raw.numel()
+        return Cost(num_parameters, products, (self.dim + 1) * (len(self.ends) + 1))
 
     def _sources(self, state: OasisState, site: int) -> tuple[tuple[Tensor, ...], Tensor]:
         """Return all sources, the open block's last, and `-beta psi` of each, `[S, B, T]`."""
