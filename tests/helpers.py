@@ -17,6 +17,7 @@ from depthroute.residual import (
     HyperConfig,
     LaurelConfig,
     MuddConfig,
+    OasisConfig,
     PreNormConfig,
     ProjectedKey,
     Summary,
@@ -64,6 +65,9 @@ VARIANTS: dict[str, Any] = {
     "laurel": LaurelConfig(rank=4),
     "laurel_previous": LaurelConfig(balance="fixed", rank=0, previous=3, around="sublayer"),
     "laurel_all": LaurelConfig(rank=4, previous=2),
+    "oasis_full": OasisConfig(num_blocks=0),
+    "oasis_block3": OasisConfig(num_blocks=3, key=TailKey(rank=8)),
+    "oasis_depth_null": OasisConfig(num_blocks=3, depth_null=True),
 }
 
 # torch's own: Dynamo (2.13) makes an instance of each autograd.Function that it traces, and looks
@@ -197,15 +201,20 @@ class ToyModel(nn.Module):
         kinds = ("attention", "mlp") * (num_sublayers // 2)
         self.residual = build_residual(config, dim=dim, kinds=kinds)
         width = dim + self.residual.emit_dim
+        with_null = self.residual.token_null
+        self.has_null = tuple(with_null and kind == "attention" for kind in kinds)
         self.sublayers = nn.ParameterList(
-            torch.randn(width, dim) * (2.0 / dim) ** 0.5 for _ in kinds
+            torch.randn(width + null, dim) * (2.0 / dim) ** 0.5 for null in self.has_null
         )
         for parameter in self.residual.parameters():
             nn.init.normal_(parameter, std=0.5)
 
     def sublayer(self, site: int, inputs: tuple[Tensor, ...]) -> Tensor:
         h = sum(inputs)
-        return torch.tanh(h @ self.sublayers[site].to(h.dtype).T)
+        y = h @ self.sublayers[site].to(h.dtype).T
+        if not self.has_null[site]:
+            return torch.tanh(y)
+        return torch.cat([y[..., :-1].tanh(), y[..., -1:].sigmoid()], dim=-1)  # a mass, 0 to 1
 
     def resume(
         self, state: Any, site: int, norm: Callable[[Tensor], Tensor] = torch.clone

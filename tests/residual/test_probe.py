@@ -79,7 +79,7 @@ def test_everything_else_is_the_schemes(config: Any) -> None:
     model = tiny_model(config)
     scheme = model.model.residual
     probe = Probe(scheme, lambda site, weights: None)
-    for name in ("config", "dim", "kinds", "eps", "emit_dim", "depth_block_ends"):
+    for name in ("config", "dim", "kinds", "eps", "emit_dim", "token_null", "depth_block_ends"):
         assert getattr(probe, name) == getattr(scheme, name), name
     assert probe.cost() == scheme.cost()
     state = probe(torch.randn(1, 3, 32))

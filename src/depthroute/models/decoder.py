@@ -37,9 +37,12 @@ class DecoderLayer(nn.Module):
         config: Shape of the decoder.
         index: Place of the layer, from 0; its sites are `2 index` and `2 index + 1`.
         emit_dim: Columns that the scheme wants from each output projection.
+        token_null: Whether it wants Softmax1 attention, and its null mass.
     """
 
-    def __init__(self, config: ModelConfig, index: int, emit_dim: int) -> None:
+    def __init__(
+        self, config: ModelConfig, index: int, emit_dim: int, token_null: bool = False
+    ) -> None:
         super().__init__()
         self.index = index
         self.self_attn = Attention(
@@ -51,6 +54,7 @@ class DecoderLayer(nn.Module):
             norm_eps=config.norm_eps if config.qk_norm else None,
             emit_dim=emit_dim,
             low_rank=config.low_rank,
+            token_null=token_null,
         )
         self.mlp = SwiGLU(
             config.hidden_size, config.intermediate_size, emit_dim, low_rank=config.low_rank
@@ -90,7 +94,8 @@ class Decoder(nn.Module):
         self.residual = config.build_residual()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, i, self.residual.emit_dim) for i in range(config.num_hidden_layers)
+            DecoderLayer(config, i, self.residual.emit_dim, self.residual.token_null)
+            for i in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.norm_eps)
 

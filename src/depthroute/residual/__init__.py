@@ -12,6 +12,7 @@ from depthroute.residual.hyper import Hyper, HyperConfig
 from depthroute.residual.keys import FromValueKey, ProjectedKey, TailKey
 from depthroute.residual.laurel import Laurel, LaurelConfig
 from depthroute.residual.mudd import Mudd, MuddConfig
+from depthroute.residual.oasis import Oasis, OasisConfig
 from depthroute.residual.prenorm import PreNorm, PreNormConfig
 
 SCHEMES: dict[str, type[ResidualScheme]] = {
@@ -22,6 +23,7 @@ SCHEMES: dict[str, type[ResidualScheme]] = {
     "laurel": Laurel,
     "mudd": Mudd,
     "hyper": Hyper,
+    "oasis": Oasis,
 }
 """Every scheme by the `name` of its config. To add one, add a line."""
 
@@ -68,6 +70,8 @@ __all__ = [
     "LaurelConfig",
     "Mudd",
     "MuddConfig",
+    "Oasis",
+    "OasisConfig",
     "PreNorm",
     "PreNormConfig",
     "ProjectedKey",

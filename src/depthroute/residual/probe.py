@@ -26,7 +26,7 @@ class Probe(ResidualScheme):
     def __init__(self, scheme: ResidualScheme, sink: Sink) -> None:
         super().__init__(scheme.config, dim=scheme.dim, kinds=scheme.kinds, eps=scheme.eps)
         self.scheme, self.sink = scheme, sink
-        self.emit_dim = scheme.emit_dim
+        self.emit_dim, self.token_null = scheme.emit_dim, scheme.token_null
 
     @property
     def depth_block_ends(self) -> tuple[int, ...]:
