@@ -76,7 +76,7 @@ class Outcome(NamedTuple):
     tokens_per_s: float  # median over steps and seeds
     mean_grad_norm: float  # mean over steps and seeds, before the clip
     effective_sources: float | None  # mean over reads; None without depth weights
-    peak_memory_gib: float | None  # CUDA only
+    peak_memory_gib: float | None  # None where it is not known
     sample: str  # a continuation, first seed
 
 

@@ -25,6 +25,7 @@ from depthroute.optim import (
 from depthroute.train.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from depthroute.train.config import RunConfig
 from depthroute.train.determinism import determinism
+from depthroute.train.memory import PeakMemory
 from depthroute.train.report import Reporter
 from depthroute.train.run import RunFolder, open_dataset, resolve
 from depthroute.train.signals import StopRequest
@@ -106,6 +107,7 @@ class _Trainer:
     def __init__(self, config: RunConfig, dataset: TokenDataset) -> None:
         self.config = config
         self.device, dtype = config.train.placement()
+        self.memory = PeakMemory(self.device)
         random.seed(config.train.seed)
         torch.manual_seed(config.train.seed)
         self.model = CausalLM(config.model, seed=config.train.seed).to(self.device)
@@ -191,6 +193,7 @@ class _Trainer:
             for record in self.pending
         ]
         seconds = (time.perf_counter() - self.flushed_at) / len(records)
+        peak = self.memory.gib()
         per_step = records[-1]["train/tokens"] // records[-1]["step"]
         for record in records:
             if not math.isfinite(record["train/loss_nats"] + record["train/grad_norm"]):
@@ -200,8 +203,8 @@ class _Trainer:
                 )
             record["perf/step_s"] = seconds
             record["perf/tokens_per_s"] = per_step / seconds
-            if self.device.type == "cuda":
-                record["perf/peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            if peak is not None:
+                record["perf/peak_memory_gib"] = peak
         last = records[-1]
         report.step(
             last["step"],
