@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import torch
@@ -12,6 +11,7 @@ from depthroute.config import config_dataclass
 from depthroute.ops import depth_attend, depth_merge, depth_weights
 from depthroute.ops.scores import accumulation_dtype
 from depthroute.residual.base import Cost, Draw, Kind, Norm, ResidualScheme
+from depthroute.residual.depth_blocks import block_counts, block_ends, block_stops, check_blocks
 from depthroute.residual.keys import KeyConfig, TailKey, build_key
 
 
@@ -46,10 +46,7 @@ class AttnResConfig:
     summary: Summary = Summary()
 
     def __post_init__(self) -> None:
-        if self.num_blocks < 0:
-            raise ValueError(f"num_blocks must be >= 0 (0 is full), got {self.num_blocks}")
-        if any(b <= a for a, b in pairwise((0, *self.block_ends))):
-            raise ValueError(f"block_ends must increase from at least 1, got {self.block_ends}")
+        check_blocks(self.num_blocks, self.block_ends)
 
 
 class AttnResState(NamedTuple):
@@ -82,13 +79,8 @@ class AttnRes(ResidualScheme):
         self, config: AttnResConfig, *, dim: int, kinds: Sequence[Kind], eps: float
     ) -> None:
         super().__init__(config, dim=dim, kinds=kinds, eps=eps)
-        self.ends = _block_ends(config, len(self.kinds))
-        sizes = [b - a for a, b in pairwise((0, *self.ends))]
-        # after t writes, the last write is number counts[t] of its block
-        self.counts = (0, *(n for size in sizes for n in range(1, size + 1)))
-        # the block that is open at site t, or opens there, closes before site stops[t]
-        spans = zip(sizes, self.ends, strict=True)
-        self.stops = (*(end for size, end in spans for _ in range(size)), len(self.kinds) + 1)
+        self.ends = block_ends(config.num_blocks, config.block_ends, len(self.kinds))
+        self.counts, self.stops = block_counts(self.ends), block_stops(self.ends)
         self.key = build_key(config.key, dim=dim, eps=eps)
         self.emit_dim = self.key.emit_dim
         # row t serves the read at site t + 1
@@ -217,21 +209,3 @@ class AttnRes(ResidualScheme):
             dtype=accumulation_dtype(like.dtype),
             device=like.device,
         )
-
-
-def _block_ends(config: AttnResConfig, num_writes: int) -> tuple[int, ...]:
-    """Return after which writes a block closes."""
-    if config.block_ends:
-        if config.block_ends[-1] != num_writes:
-            raise ValueError(
-                f"block_ends must end with the {num_writes} writes of the model, "
-                f"got {config.block_ends}"
-            )
-        return config.block_ends
-    if config.num_blocks > num_writes:
-        raise ValueError(
-            f"num_blocks must be at most the {num_writes} writes of the model (0 is full), "
-            f"got {config.num_blocks}"
-        )
-    blocks = config.num_blocks or num_writes
-    return tuple(math.ceil(num_writes * j / blocks) for j in range(1, blocks + 1))
