@@ -12,6 +12,7 @@ from depthroute.models import CausalLM, ModelConfig
 from depthroute.residual import (
     AttnResConfig,
     DenseFormerConfig,
+    DualConfig,
     FromValueKey,
     LaurelConfig,
     PreNormConfig,
@@ -37,6 +38,10 @@ VARIANTS: dict[str, Any] = {
     "summary": AttnResConfig(num_blocks=3, summary=Summary(alpha=0.5, beta=0.7)),
     "denseformer": DenseFormerConfig(),
     "denseformer_2x2": DenseFormerConfig(dilation=2, period=2),
+    "dual": DualConfig(num_blocks=3),
+    "dual_full": DualConfig(num_blocks=0),  # nothing to mix: every write closes its block
+    "dual_uneven": DualConfig(block_ends=(1, 6, 8), keyed_by="own", rank=8),
+    "dual_state": DualConfig(num_blocks=3, form="state"),
     "laurel": LaurelConfig(rank=4),
     "laurel_previous": LaurelConfig(balance="fixed", rank=0, previous=3, around="sublayer"),
     "laurel_all": LaurelConfig(rank=4, previous=2),

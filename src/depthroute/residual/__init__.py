@@ -7,6 +7,7 @@ from depthroute.config import tagged_union
 from depthroute.residual.attn_res import AttnRes, AttnResConfig, Summary
 from depthroute.residual.base import Cost, Kind, ResidualScheme
 from depthroute.residual.denseformer import DenseFormer, DenseFormerConfig
+from depthroute.residual.dual import Dual, DualConfig
 from depthroute.residual.keys import FromValueKey, ProjectedKey, TailKey
 from depthroute.residual.laurel import Laurel, LaurelConfig
 from depthroute.residual.prenorm import PreNorm, PreNormConfig
@@ -15,6 +16,7 @@ SCHEMES: dict[str, type[ResidualScheme]] = {
     "prenorm": PreNorm,
     "attn_res": AttnRes,
     "denseformer": DenseFormer,
+    "dual": Dual,
     "laurel": Laurel,
 }
 """Every scheme by the `name` of its config. To add one, add a line."""
@@ -52,6 +54,8 @@ __all__ = [
     "Cost",
     "DenseFormer",
     "DenseFormerConfig",
+    "Dual",
+    "DualConfig",
     "FromValueKey",
     "Kind",
     "Laurel",
