@@ -18,7 +18,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from depthroute.config import from_dict, to_dict
 from depthroute.models import CausalLM, ModelConfig
-from depthroute.residual import SCHEMES, AttnResConfig, ResidualScheme, build_residual
+from depthroute.residual import (
+    SCHEMES,
+    AttnResConfig,
+    DualConfig,
+    ResidualScheme,
+    build_residual,
+)
 from depthroute.residual.probe import Probe
 from helpers import (
     VARIANTS,
@@ -49,8 +55,11 @@ def loss_gradients(model: torch.nn.Module, *inputs: Tensor) -> dict[str, Tensor]
     return {name: grad.clone() for name, grad in grads.items() if grad is not None}
 
 
-def sources_of(config: Any, steps: list[Step], site: int) -> tuple[list[Tensor], list[int]]:
-    """Return the sources of the read at `site`, and how many writes each sums."""
+def sources_of(residual: Any, steps: list[Step], site: int) -> tuple[list[Tensor], list[float]]:
+    """Return what the weights of the read at `site` mix, and each one's share before training."""
+    config = residual.config
+    if isinstance(config, DualConfig):
+        return dual_sources(steps, site)
     assert isinstance(config, AttnResConfig), f"say what the sources of {config.name} are"
     writes = [step.written[..., :16] for step in steps if step.written is not None]
     blocks = config.num_blocks or len(writes)
@@ -64,7 +73,18 @@ def sources_of(config: Any, steps: list[Step], site: int) -> tuple[list[Tensor],
                 total = total + write
             sources.append(total * len(block) ** -config.summary.alpha)
             counts.append(len(block))
-    return sources, counts
+    return sources, [count**config.summary.beta for count in counts]
+
+
+def dual_sources(steps: list[Step], site: int) -> tuple[list[Tensor], list[float]]:
+    """Take the two streams in turn; `test_dual.py` has their sources from the equations."""
+    if site == 0:
+        return [steps[0].inputs[0]], [1.0]
+    state = steps[site].state
+    pairs = [*state.sources, *([] if state.partial is None else [state.partial])]
+    gate = 1 / (1 + math.exp(-4.0))  # even sites read stream 0
+    gates = [1 - gate, gate] if site % 2 else [gate, 1 - gate]
+    return [value for pair in pairs for value in pair], gates * len(pairs)
 
 
 def test_every_scheme_has_a_variant() -> None:
@@ -80,7 +100,7 @@ def test_a_config_of_no_registered_scheme_is_refused() -> None:
 
 @every_variant
 def test_without_sublayers_the_embedding_comes_back(config: Any) -> None:
-    if isinstance(config, AttnResConfig):
+    if hasattr(config, "num_blocks"):
         config = dataclasses.replace(config, num_blocks=0, block_ends=())
     scheme = build_residual(config, dim=16, kinds=())
     x = torch.randn(2, 3, 16)
@@ -201,8 +221,9 @@ def test_weights_sum_to_one_and_reproduce_the_read(config: Any, dtype: torch.dty
         # partial sum is scaled first: that is a value, and rounds to the values' dtype
         wide = tree_map_only(Tensor, Tensor.double, step.state)
         off = (weights - exact.weights(wide, step.site)).abs().max()
-        assert off < (1e-5 if dtype == torch.float32 or not config.summary.alpha else 2**-8)
-        sources, _ = sources_of(config, steps, step.site)
+        is_scaled = hasattr(config, "summary") and config.summary.alpha
+        assert off < (1e-5 if dtype == torch.float32 or not is_scaled else 2**-8)
+        sources, _ = sources_of(toy.residual, steps, step.site)
         split = torch.stack(sources).double().unflatten(-1, (weights.shape[-1], -1))
         read = torch.einsum("osbth,sbthd->obthd", weights.double(), split).flatten(-2)
         names = [f"role {i} of site {step.site}" for i in range(len(read))]
@@ -212,7 +233,7 @@ def test_weights_sum_to_one_and_reproduce_the_read(config: Any, dtype: torch.dty
 
 def shorten(config: Any) -> Any:
     """Return the config for 4 sublayers; variants that differ in their blocks become equal."""
-    if isinstance(config, AttnResConfig):
+    if hasattr(config, "num_blocks"):
         return dataclasses.replace(config, num_blocks=2 if config.num_blocks else 0, block_ends=())
     return config
 
@@ -295,8 +316,8 @@ def test_before_training_each_source_weighs_the_same(config: Any) -> None:
         if type(toy.residual).weights is ResidualScheme.weights:
             assert weights is None
             continue
-        _, counts = sources_of(config, steps, step.site)
-        prior = torch.tensor(counts, dtype=torch.float64) ** config.summary.beta
+        _, shares = sources_of(toy.residual, steps, step.site)
+        prior = torch.tensor(shares, dtype=torch.float64)
         share = (prior / prior.sum()).view(1, -1, 1, 1, 1).expand(weights.shape)
         assert_close(weights, share, f"site {step.site}", rtol=3e-7)  # two float32 roundings
 
