@@ -38,7 +38,7 @@ VARIANTS: dict[str, Any] = {
     "summary": AttnResConfig(num_blocks=3, summary=Summary(alpha=0.5, beta=0.7)),
     "denseformer": DenseFormerConfig(),
     "denseformer_2x2": DenseFormerConfig(dilation=2, period=2),
-    "dual": DualConfig(num_blocks=3),
+    "dual": DualConfig(num_blocks=2),
     "dual_full": DualConfig(num_blocks=0),  # nothing to mix: every write closes its block
     "dual_uneven": DualConfig(block_ends=(1, 6, 8), keyed_by="own", rank=8),
     "dual_state": DualConfig(num_blocks=3, form="state"),
