@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from depthroute.residual import AttnResConfig, DeltaConfig, OasisConfig, Summary
+from depthroute.residual import AttnResConfig, DeltaConfig, DualConfig, OasisConfig, Summary
 from helpers import Step
 
 
@@ -76,8 +76,20 @@ def _deltas(residual: Any, steps: list[Step], site: int) -> Sources:
     return Sources([stream.double() + gate * v.double() for v in bank], [1.0] * len(bank))
 
 
+def _two_streams(residual: Any, steps: list[Step], site: int) -> Sources:
+    """Take the two streams in turn; `test_dual.py` has their sources from the equations."""
+    if site == 0:
+        return Sources([steps[0].inputs[0]], [1.0])
+    state = steps[site].state
+    pairs = [*state.sources, *([] if state.partial is None else [state.partial])]
+    gate = 1 / (1 + math.exp(-4.0))  # even sites read stream 0
+    gates = [1 - gate, gate] if site % 2 else [gate, 1 - gate]
+    return Sources([value for pair in pairs for value in pair], gates * len(pairs))
+
+
 _SOURCES: dict[type, Callable[[Any, list[Step], int], Sources]] = {
     AttnResConfig: _block_sums,
     OasisConfig: _with_depth_null,
     DeltaConfig: _deltas,
+    DualConfig: _two_streams,
 }

@@ -13,6 +13,7 @@ from depthroute.residual import (
     AttnResConfig,
     DeltaConfig,
     DenseFormerConfig,
+    DualConfig,
     FromValueKey,
     HyperConfig,
     LaurelConfig,
@@ -62,6 +63,10 @@ VARIANTS: dict[str, Any] = {
     "mhc": HyperConfig(mixing="doubly_stochastic"),
     "mudd": MuddConfig(),
     "mudd_plain": MuddConfig(norm="none"),
+    "dual": DualConfig(num_blocks=2),
+    "dual_full": DualConfig(num_blocks=0),  # nothing to mix: every write closes its block
+    "dual_uneven": DualConfig(block_ends=(1, 6, 8), keyed_by="own", rank=8),
+    "dual_state": DualConfig(num_blocks=3, form="state"),
     "laurel": LaurelConfig(rank=4),
     "laurel_previous": LaurelConfig(balance="fixed", rank=0, previous=3, around="sublayer"),
     "laurel_all": LaurelConfig(rank=4, previous=2),

@@ -8,6 +8,7 @@ from depthroute.residual.attn_res import AttnRes, AttnResConfig, Summary
 from depthroute.residual.base import Cost, Kind, ResidualScheme
 from depthroute.residual.delta import Delta, DeltaConfig
 from depthroute.residual.denseformer import DenseFormer, DenseFormerConfig
+from depthroute.residual.dual import Dual, DualConfig
 from depthroute.residual.hyper import Hyper, HyperConfig
 from depthroute.residual.keys import FromValueKey, ProjectedKey, TailKey
 from depthroute.residual.laurel import Laurel, LaurelConfig
@@ -20,6 +21,7 @@ SCHEMES: dict[str, type[ResidualScheme]] = {
     "attn_res": AttnRes,
     "delta": Delta,
     "denseformer": DenseFormer,
+    "dual": Dual,
     "laurel": Laurel,
     "mudd": Mudd,
     "hyper": Hyper,
@@ -62,6 +64,8 @@ __all__ = [
     "DeltaConfig",
     "DenseFormer",
     "DenseFormerConfig",
+    "Dual",
+    "DualConfig",
     "FromValueKey",
     "Hyper",
     "HyperConfig",
