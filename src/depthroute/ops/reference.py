@@ -32,10 +32,11 @@ def attend(read: checks.Read, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     lse = lse_of(logits, read.null)
     weights = torch.exp(logits - lse.unsqueeze(1)).unsqueeze(-1)
     # term by term, so that a compiler fuses casts and sum; stacked float32 copies cost memory
-    out = sum(
+    first, *rest = (
         weights[:, i] * split_heads(value.to(lse.dtype), read.rule.heads)
         for i, value in enumerate(read.values)
     )
+    out = sum(rest, first)
     return out.flatten(-2).to(out_dtype), lse
 
 
