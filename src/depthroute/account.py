@@ -83,8 +83,8 @@ def account(
         context: Tokens T of a row, >= 1. Token attention then costs
             `L heads head_dim (T + 1)`: a score and a mix over the mean `(T + 1) / 2` keys that a
             causal mask leaves in one document. None leaves token attention out, as the paper does.
-        bytes_per_element: Size of a retained element in the compute dtype, >= 1; 2 for bfloat16. What a
-            scheme keeps in float32 takes at least 4.
+        bytes_per_element: Size of a retained element in the compute dtype, >= 1; 2 for bfloat16.
+            What a scheme keeps in float32 takes at least 4.
 
     Raises:
         ValueError: `vocab_size` is 0, or a number is outside its range.
