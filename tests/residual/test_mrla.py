@@ -23,7 +23,7 @@ def literal_token(toy: ToyModel, x: Tensor) -> tuple[list[Tensor], int]:
             layer = site // 2
             n = x / ((x**2).sum() / DIM + residual.eps).sqrt()
             sides = []
-            for taps in (residual.query[layer], residual.key[layer]):
+            for taps in (residual.query_filter[layer], residual.key_filter[layer]):
                 columns = [torch.zeros((), dtype=x.dtype) for _ in range(DIM)]
                 for column in range(DIM):
                     for j in (-1, 0, 1):
@@ -102,7 +102,7 @@ def test_a_carry_gain_of_one_hands_the_embedding_to_the_last_layer() -> None:
     assert torch.equal(last.state.carried, x)
 
 
-def test_the_first_step_moves_the_output_gain_then_all_but_the_query() -> None:
+def test_the_first_step_moves_the_output_gain_then_all_but_the_key() -> None:
     model, ids = CausalLM(tiny_config(MrlaConfig())), torch.arange(18).view(2, 9)
     residual = model.model.residual
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -112,8 +112,8 @@ def test_the_first_step_moves_the_output_gain_then_all_but_the_query() -> None:
         model(ids).square().sum().backward()
         moved.append({name for name, p in residual.named_parameters() if p.grad.any()})
         optimizer.step()
-    late = {"out_gain", "value_gain", "carry_gain", "key"}
-    assert moved == [{"out_gain"}, late, late | {"query"}]
+    late = {"out_gain", "value_gain", "carry_gain", "query_filter"}
+    assert moved == [{"out_gain"}, late, late | {"key_filter"}]
 
 
 @pytest.mark.parametrize("dim", [4, 8, 16, 32, 96, 128, 255, 256, 512, 1024, 4096])
@@ -121,7 +121,7 @@ def test_filters_are_as_wide_as_in_the_papers_code(dim: int) -> None:
     rounded = int((math.log2(dim) + 1) / 2)
     taps = rounded if rounded % 2 else rounded + 1
     residual = Mrla(MrlaConfig(head_dim=1), dim=dim, kinds=("mlp",), eps=1e-6)
-    assert residual.query.shape == residual.key.shape == (1, taps)
+    assert residual.query_filter.shape == residual.key_filter.shape == (1, taps)
 
 
 def test_cost_of_24_layers_of_width_1024() -> None:

@@ -33,11 +33,11 @@ class Mrla(ResidualScheme):
 
     Both x and o start as the embedding. After each layer, per token and in each head h:
 
-        n = rms(x),  q = query * n,  k = key * n          filters of K taps, convolved over columns
+        n = rms(x),  q = query_filter * n,  k = key_filter * n      convolutions over columns
         o <- sigmoid(<q_h, k_h> / sqrt(head_dim)) value_gain n_h + carry_gain o_h
-        x <- x + out_gain o_h                             gains per column
+        x <- x + out_gain o_h                                       gains per column
 
-    A layer ends with its MLP. Training starts as the plain sum: `out_gain = carry_gain = key = 0`.
+    A layer ends with its MLP. Training starts as the plain sum, with `out_gain = 0`.
     Source: arXiv 2302.03985 (MRLA-light), a method for images. The adaptation is our own.
     """
 
@@ -45,12 +45,12 @@ class Mrla(ResidualScheme):
 
     def __init__(self, config: MrlaConfig, *, dim: int, kinds: Sequence[Kind], eps: float) -> None:
         super().__init__(config, dim=dim, kinds=kinds, eps=eps)
-        layers, taps = self.kinds.count("mlp"), 2 * (dim.bit_length() // 4) + 1  # K as in MRLA
+        layers, taps = self.kinds.count("mlp"), 2 * (dim.bit_length() // 4) + 1  # taps as in MRLA
         if config.head_dim < 1 or dim % config.head_dim:
             raise ValueError(f"head_dim must divide the model width {dim}, got {config.head_dim}")
         shapes = ((layers, taps),) * 2 + ((layers, dim),) * 3
         rows = (nn.Parameter(torch.zeros(shape, dtype=torch.float32)) for shape in shapes)
-        self.query, self.key, self.value_gain, self.carry_gain, self.out_gain = rows
+        self.query_filter, self.key_filter, self.value_gain, self.carry_gain, self.out_gain = rows
         self.init_weights(lambda parameter: None)  # draws nothing
 
     def forward(self, x: Tensor) -> MrlaState:
@@ -68,7 +68,7 @@ class Mrla(ResidualScheme):
             return state._replace(stream=stream)
         heads = (-1, self.config.head_dim)
         normed = rms_norm(stream.to(accumulation_dtype(stream.dtype)), eps=self.eps)
-        query, key = (_convolve(normed, taps[layer]) for taps in (self.query, self.key))
+        query, key = (_convolve(normed, f[layer]) for f in (self.query_filter, self.key_filter))
         logits = (query * key).unflatten(-1, heads).sum(-1, keepdim=True) * heads[-1] ** -0.5
         value = (self.value_gain[layer] * normed).unflatten(-1, heads)
         carried = (logits.sigmoid() * value).flatten(-2) + self.carry_gain[layer] * state.carried
@@ -81,14 +81,14 @@ class Mrla(ResidualScheme):
 
     @torch.no_grad()
     def init_weights(self, draw: Draw) -> None:
-        """Start with `q = n`, value gains of 1 and all else at zero; nothing is drawn."""
+        """Start with `k = n`, value gains of 1 and all else at zero; nothing is drawn."""
         super().init_weights(draw)
-        self.query[:, self.query.shape[1] // 2] = 1.0
+        self.key_filter[:, self.key_filter.shape[1] // 2] = 1.0
         self.value_gain.fill_(1.0)
 
     def cost(self) -> Cost:
         """Count, per layer, D multiply-adds per tap and gain, and for scores and weighing."""
-        multiply_adds = 2 * self.dim * self.query.numel() + 5 * self.value_gain.numel()
+        multiply_adds = 2 * self.dim * self.key_filter.numel() + 5 * self.value_gain.numel()
         return super().cost()._replace(multiply_adds=multiply_adds, cached=self.dim)
 
 
