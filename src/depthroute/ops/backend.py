@@ -1,0 +1,111 @@
+"""Which implementation runs a read: the setting, the limits of the kernels, and one log line."""
+
+import importlib.util
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal, get_args
+
+import torch
+
+from depthroute.ops.checks import Read
+
+Backend = Literal["auto", "reference", "triton"]
+
+MAX_SOURCES, MAX_QUERIES, MAX_WIDTH = 129, 16, 8192
+
+_logger = logging.getLogger("depthroute.ops")
+_setting: Backend = "auto"
+_said: set[tuple[str, str]] = set()
+# read once: torch.compile traces the code below
+_has_triton = importlib.util.find_spec("triton") is not None
+_interprets = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@contextmanager
+def use_backend(backend: Backend) -> Iterator[None]:
+    """Choose what runs the reads within the block, in every thread of the process.
+
+    A backward pass runs where its forward pass ran.
+
+    Args:
+        backend: "auto" takes the Triton kernels for CUDA tensors that they support, and plain
+            PyTorch for everything else; "reference" takes plain PyTorch; "triton" refuses what the
+            kernels do not support.
+
+    Raises:
+        ValueError: An unknown backend; within the block, a read that "triton" cannot run.
+    """
+    global _setting
+    if backend not in get_args(Backend):
+        raise ValueError(f"backend must be one of {get_args(Backend)}, got {backend!r}")
+    before, _setting = _setting, backend
+    try:
+        yield
+    finally:
+        _setting = before
+
+
+def runs_in_triton(op: str, read: Read) -> bool:
+    """Decide for one call of an op, and log each decision once.
+
+    Raises:
+        ValueError: The backend is "triton" and the kernels do not support the read.
+    """
+    reason = "the backend is set so" if _setting == "reference" else _unsupported(read)
+    if _setting == "triton" and reason:
+        raise ValueError(f'{op} cannot run with backend "triton": {reason}')
+    if torch.compiler.is_compiling():
+        from depthroute.ops.traced import say
+    else:
+        say = report
+    say(op, reason, _setting == "auto" and read.values[0].is_cuda)
+    return not reason
+
+
+def report(op: str, reason: str, kernels_expected: bool = True) -> None:
+    """Log once what runs an op: the kernels, or plain PyTorch for a reason."""
+    if (op, reason) in _said:
+        return
+    _said.add((op, reason))
+    if not reason:
+        _logger.info("%s runs in Triton kernels", op)
+    else:
+        level = logging.WARNING if kernels_expected else logging.INFO
+        _logger.log(level, "%s runs in plain PyTorch: %s", op, reason)
+
+
+def _unsupported(read: Read) -> str:
+    """Return why the kernels cannot run a read, or nothing."""
+    device = read.values[0].device
+    if _setting == "auto" and device.type != "cuda":  # nor in the interpreter, which is slow
+        return f"the tensors are on {device.type}"
+    return _unsupported_device(device) or _unsupported_read(read)
+
+
+def _unsupported_device(device: torch.device) -> str:
+    if not _has_triton:
+        return 'triton is not installed: pip install "depthroute[gpu]"'
+    if device.type == "cpu" and _interprets:
+        return ""
+    if device.type != "cuda":
+        return f"the tensors are on {device.type}, not on a CUDA device"
+    if torch.version.hip is not None:
+        return "AMD devices are not supported"
+    major = torch.cuda.get_device_properties(device).major
+    return "" if major >= 8 else f"the device has compute capability {major}.x, below 8.0"
+
+
+def _unsupported_read(read: Read) -> str:
+    value, (num_queries, rank) = read.values[0], read.query.shape
+    for tensor in (value, read.query, *(read.keys or ())[:1]):
+        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return f"{tensor.dtype} is not one of float32, bfloat16, float16"
+    if len(read.values) > MAX_SOURCES:
+        return f"{len(read.values)} sources, more than {MAX_SOURCES}"
+    if num_queries > MAX_QUERIES:
+        return f"{num_queries} queries, more than {MAX_QUERIES}"
+    if max(value.shape[-1], rank) > MAX_WIDTH:
+        return f"{max(value.shape[-1], rank)} columns, more than {MAX_WIDTH}"
+    return ""

@@ -1,0 +1,294 @@
+"""Backward pass of `depth_attend`: each source is read, and its gradient written, once.
+
+`b_` names a block, `o_` offsets, `m_` a mask, `p_` a pointer.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from depthroute.ops.kernels import tuning
+from depthroute.ops.kernels.gradient import source_backward
+from depthroute.ops.kernels.layout import (
+    Layout,
+    as_bias,
+    as_query_rows,
+    as_rows,
+)
+from depthroute.ops.kernels.results import AttendGradients
+from depthroute.ops.kernels.sources import (
+    is_aligned,
+    load_keys,
+    load_values,
+    num_programs,
+    pack,
+)
+from depthroute.ops.scores import ScoreRule
+
+
+def depth_attend_bwd(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    values: Sequence[Tensor],
+    keys: Sequence[Tensor] | None,
+    query: Tensor,
+    bias: Tensor | None,
+    null: Tensor | None,
+    dots: Tensor,
+    rstds: Tensor,
+    lse: Tensor,
+    rule: ScoreRule,
+) -> AttendGradients:
+    """Launch the backward pass on validated arguments and the results of the forward pass."""
+    at = Layout.of(values, keys, query, rule)
+    grads = AttendGradients.empty(values, keys, query, bias, null)
+    if not at.T:
+        return grads._replace(
+            query=torch.zeros_like(query),
+            bias=None if bias is None else torch.zeros_like(bias),
+            null=None if null is None else torch.zeros_like(null),
+        )
+    value_rows = [as_rows(value) for value in values]
+    rows = None if keys is None else [as_rows(key) for key in keys]
+    launch = tuning.backward(at)
+    resident, chunk = launch.resident, launch.chunk
+    programs = num_programs(at.T, launch.programs, query.device)
+    along = lse.new_empty((programs, at.S + 1, at.Q, at.H))
+    keep_logits = bias is not None or at.key_heads_apart
+    grad_logits = torch.empty_like(dots) if keep_logits else None
+    grad_query = lse.new_empty((programs, at.Q, at.R))
+    grad_null = None if null is None else lse.new_empty((programs, at.Q, at.H))
+    upstream = as_query_rows(grad_out)
+    grad_lse = None if grad_lse is None else grad_lse.contiguous()
+    query_rows, flat_bias = query.float().contiguous(), as_bias(bias, at, values[0].shape[:-1])
+    null = None if null is None else null.contiguous()
+    for first in range(0, at.Q, launch.queries):
+        group = slice(first, first + launch.queries)
+        depth_attend_bwd_kernel[(programs,)](
+            upstream[group],
+            None if grad_lse is None else grad_lse[group],
+            pack(value_rows, resident=resident, chunk=chunk),
+            None if rows is None else pack(rows, resident=resident, chunk=chunk),
+            query_rows[group],
+            None if flat_bias is None else flat_bias._replace(data=flat_bias.data[group]),
+            None if null is None else null[group],
+            dots[:, :, group],
+            rstds,
+            lse[group],
+            along[:, :, group],
+            *grads[:2],
+            grad_query[:, group],
+            None if grad_logits is None else grad_logits[:, :, group],
+            None if grad_null is None else grad_null[:, group],
+            *upstream.stride()[:2],
+            at.T,
+            at.S,
+            rule.scale,
+            Q=at.Q,
+            COUNT=len(query_rows[group]),
+            QP=launch.queries,
+            ACCUMULATE=first > 0,
+            **at.constants,
+            KEY_HEADS_APART=at.key_heads_apart,
+            CHUNK=chunk,
+            RESIDENT=resident,
+            KEEP=launch.keep,
+            ALIGNED=is_aligned([*value_rows, *(rows or ())]),
+            num_warps=launch.num_warps,
+            maxnreg=launch.max_registers,
+        )
+    return grads._replace(
+        query=grad_query.sum(0).to(query.dtype),
+        bias=None if bias is None else _sum_to_bias(grad_logits, bias),
+        null=None if grad_null is None else grad_null.sum(0),
+    )
+
+
+def _sum_to_bias(grad_logits: Tensor, bias: Tensor) -> Tensor:
+    """Sum logit gradients `[T, S, Q, H]` to a bias `[Q or 1, S, *(b or ones)]`."""
+    summed = grad_logits.sum(-1).permute(2, 1, 0)
+    if bias.shape[0] == 1:
+        summed = summed.sum(0, keepdim=True)
+    if bias.shape[2:].numel() != summed.shape[2]:
+        summed = summed.sum(2, keepdim=True)
+    return summed.reshape(bias.shape)
+
+
+@triton.jit
+def weight_of(
+    dots, rstds, bias, b_lse, o_row, i, m_i, o_j, o_h, m_q, num_sources, scale,
+    Q: tl.constexpr, H: tl.constexpr,
+):  # fmt: skip
+    """Return the softmax weight of source i, its score and the factor of its norm."""
+    o_i = tl.cast(i, tl.int64)
+    p_dot = dots + (o_row * num_sources + i) * (Q * H)
+    b_dot = tl.load(p_dot + o_j * H + o_h, mask=m_q & m_i, other=0.0)
+    b_r = tl.load(rstds + o_row * num_sources + i, mask=m_i, other=0.0)
+    b_z = b_dot * (b_r * scale)
+    if bias is not None:
+        p_b = bias.data + o_j * bias.query + o_i * bias.source + o_row * bias.token
+        b_z += tl.load(p_b, mask=m_q & m_i, other=0.0)
+    return tl.where(m_q & m_i, tl.exp(b_z - b_lse), 0.0), b_dot, b_r
+
+
+@triton.jit
+def depth_attend_bwd_kernel(
+    grad_out, grad_lse, values, keys, query, bias, null, dots, rstds, lse, along,
+    grad_values, grad_keys, grad_query, grad_logits, grad_null,
+    stride_g_query, stride_g_token, num_tokens, num_sources, scale,
+    Q: tl.constexpr, COUNT: tl.constexpr, QP: tl.constexpr, ACCUMULATE: tl.constexpr,
+    D: tl.constexpr, R: tl.constexpr, H: tl.constexpr, NORM: tl.constexpr, KEYS: tl.constexpr,
+    HP: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
+    KEY_HEADS_APART: tl.constexpr,
+    CHUNK: tl.constexpr, RESIDENT: tl.constexpr, KEEP: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Loop over tokens; two passes over a token's sources, the second from registers or caches.
+
+    The first pass takes `<grad, value_i>` and with it the mean that every logit's gradient needs;
+    the second writes the sources' gradients. The query's gradient stays in registers, one row for
+    each program: summed in a fixed order, no two runs differ.
+    """
+    pid = tl.program_id(0)
+    o_q, o_h = tl.arange(0, QP), tl.arange(0, HP)
+    o_c, o_r = tl.arange(0, BC), tl.arange(0, BK)
+    m_h = o_h < H
+    o_v = o_h[:, None] * (D // H) + o_c[None, :]
+    m_v = m_h[:, None] & (o_c < D // H)[None, :]
+    o_k = o_h[:, None] * (R // H) + o_r[None, :]
+    m_k = m_h[:, None] & (o_r < R // H)[None, :]
+    o_j = o_q[:, None]  # [QP, 1]
+    m_q = (o_q < COUNT)[:, None] & m_h[None, :]  # [QP, HP]
+    o_qh = o_j * H + o_h[None, :]
+    m_g = (o_q < COUNT)[:, None, None] & m_v[None, :, :]
+    o_g = o_q[:, None, None].to(tl.int64) * stride_g_query + o_v[None, :, :]
+    if KEYS == "separate":
+        p_q = query + o_q[:, None, None] * R + o_k[None, :, :]
+        m_query = (o_q < COUNT)[:, None, None] & m_k[None, :, :]
+    else:
+        p_q = query + o_q[:, None, None] * R + (o_v - (D - R))[None, :, :]
+        m_query = m_g & (o_v >= D - R)[None, :, :]
+    if QP == 1:
+        b_q = tl.load(p_q, mask=m_query, other=0.0)
+    p_along = along + pid * (num_sources + 1) * (Q * H)
+    b_dq = tl.zeros([QP, HP, BK], tl.float32)
+    b_dnull = tl.zeros([QP, HP], tl.float32)
+
+    for t in range(pid, num_tokens, tl.num_programs(0)):
+        o_row = tl.cast(t, tl.int64)
+        b_g = tl.load(grad_out + o_row * stride_g_token + o_g, mask=m_g, other=0.0).to(tl.float32)
+        o_lse = (o_j.to(tl.int64) * num_tokens + o_row) * H + o_h[None, :]
+        b_lse = tl.load(lse + o_lse, mask=m_q, other=0.0)
+        if grad_lse is None:
+            b_rest = tl.zeros([QP, HP], tl.float32)
+        else:
+            b_rest = tl.load(grad_lse + o_lse, mask=m_q, other=0.0)
+        if RESIDENT:
+            b_vs = load_values(values, 0, o_row, num_sources, o_v, m_v, CHUNK, True, ALIGNED)
+            b_ks = load_keys(
+                values,
+                keys,
+                b_vs,
+                0,
+                o_row,
+                num_sources,
+                o_k,
+                m_k,
+                D,
+                R,
+                KEYS,
+                CHUNK,
+                True,
+                ALIGNED,
+            )
+            b_as, b_ws = (), ()
+            for c in tl.static_range(CHUNK):
+                b_a = tl.sum(b_g * b_vs[c].to(tl.float32)[None, :, :], axis=2)
+                b_w, b_dot, b_r = weight_of(
+                    dots, rstds, bias, b_lse, o_row, c, True, o_j, o_h[None, :], m_q, num_sources,
+                    scale, Q, H,
+                )  # fmt: skip
+                b_rest -= b_w * b_a
+                b_as = b_as + (b_a,)
+                b_ws = b_ws + ((b_w, b_dot, b_r),)
+        else:
+            tl.debug_barrier()  # the last token's scores have been read
+            for start in range(0, num_sources, CHUNK):
+                b_vs = load_values(
+                    values, start, o_row, num_sources, o_v, m_v, CHUNK, False, ALIGNED
+                )
+                for c in tl.static_range(CHUNK):
+                    i, m_i = start + c, start + c < num_sources
+                    b_a = tl.sum(b_g * b_vs[c].to(tl.float32)[None, :, :], axis=2)
+                    b_w, b_dot, b_r = weight_of(
+                        dots, rstds, bias, b_lse, o_row, i, m_i, o_j, o_h[None, :], m_q,
+                        num_sources, scale, Q, H,
+                    )  # fmt: skip
+                    b_rest -= b_w * b_a
+                    tl.store(p_along + i * (Q * H) + o_qh, b_a, mask=m_q & m_i)
+            tl.store(p_along + num_sources * (Q * H) + o_qh, b_rest, mask=m_q)
+            tl.debug_barrier()
+        if null is not None:
+            b_null = tl.load(null + o_qh, mask=m_q, other=0.0)
+            b_dnull += tl.where(m_q, tl.exp(b_null - b_lse) * b_rest, 0.0)
+        if QP > 1:
+            b_q = tl.load(p_q, mask=m_query, other=0.0, eviction_policy="evict_last")
+
+        for start in range(0, CHUNK if RESIDENT else num_sources, CHUNK):
+            if not RESIDENT:
+                b_vs = load_values(
+                    values, start, o_row, num_sources, o_v, m_v, CHUNK, False, ALIGNED
+                )
+                b_ks = load_keys(
+                    values,
+                    keys,
+                    b_vs,
+                    start,
+                    o_row,
+                    num_sources,
+                    o_k,
+                    m_k,
+                    D,
+                    R,
+                    KEYS,
+                    CHUNK,
+                    False,
+                    ALIGNED,
+                )
+            for c in tl.static_range(CHUNK):
+                i, m_i = start + c, start + c < num_sources
+                b_v, b_k = b_vs[c], b_ks[c]
+                if RESIDENT:
+                    b_a = b_as[c]
+                    b_w, b_dot, b_r = b_ws[c]
+                    if not KEEP:
+                        (b_v,) = load_values(
+                            values, c, o_row, num_sources, o_v, m_v, 1, True, ALIGNED
+                        )
+                        (b_k,) = load_keys(
+                            values, keys, (b_v,), c, o_row, num_sources, o_k, m_k, D, R, KEYS, 1,
+                            True, ALIGNED,
+                        )  # fmt: skip
+                else:
+                    b_a = tl.load(p_along + i * (Q * H) + o_qh, mask=m_q & m_i, other=0.0)
+                    b_w, b_dot, b_r = weight_of(
+                        dots, rstds, bias, b_lse, o_row, i, m_i, o_j, o_h[None, :], m_q,
+                        num_sources, scale, Q, H,
+                    )  # fmt: skip
+                b_gz = b_w * (b_a + b_rest)
+                p_gz = grad_logits
+                if grad_logits is not None:
+                    p_gz = grad_logits + (o_row * num_sources + i) * (Q * H)
+                    tl.store(p_gz + o_qh, b_gz, mask=m_q & m_i)
+                b_dq += source_backward(
+                    b_v, b_k, b_g, b_q, b_w, b_gz, b_dot, b_r, scale, p_gz, i, m_i, o_row,
+                    num_tokens, grad_values, grad_keys, o_q, o_v, m_v, o_k, m_k, m_query,
+                    D, R, H, NORM, KEYS, KEY_HEADS_APART, ACCUMULATE,
+                )  # fmt: skip
+
+    p_dq = grad_query + (pid * Q + o_q[:, None, None]) * R + o_k[None, :, :]
+    tl.store(p_dq, b_dq, mask=(o_q < COUNT)[:, None, None] & m_k[None, :, :])
+    if null is not None:
+        tl.store(grad_null + pid * (Q * H) + o_qh, b_dnull, mask=m_q)
