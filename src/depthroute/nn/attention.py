@@ -60,6 +60,8 @@ class Attention(nn.Module):
         q = rotate(self.qk_norm(self._heads(self.q_proj(for_q))), context.rotation)
         k = rotate(self.qk_norm(self._heads(self.k_proj(for_k))), context.rotation)
         v = self._heads(self.v_proj(for_v))
+        if context.attend is not None:
+            return self.o_proj(context.attend(self.layer, q, k, v).flatten(-2))
         if context.cache is not None:
             k, v = context.cache.extend(self.layer, k, v)
         if self.groups > 1:

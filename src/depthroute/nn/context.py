@@ -1,5 +1,6 @@
 """What attention needs to know beside its inputs, prepared once for all layers."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -34,6 +35,11 @@ class Documents(NamedTuple):
         return [n for n in self.cu_seqlens.diff().tolist() if n]
 
 
+# (layer, queries [B, heads, T, head_dim], keys, values [B, kv_heads, T, head_dim])
+# -> [B, T, heads, head_dim]
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
 class AttentionContext(NamedTuple):
     """Positions, document boundaries and cache of one forward pass."""
 
@@ -41,6 +47,7 @@ class AttentionContext(NamedTuple):
     mask: Tensor | None = None  # boolean [1 or B, 1, T, T'], True where attention may look
     documents: Documents | None = None  # given where attention runs document by document
     cache: KVCache | None = None
+    attend: Attend | None = None  # attends in place of this package; the fields above are then unused
 
 
 def attention_context(
