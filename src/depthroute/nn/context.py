@@ -47,7 +47,9 @@ class AttentionContext(NamedTuple):
     mask: Tensor | None = None  # boolean [1 or B, 1, T, T'], True where attention may look
     documents: Documents | None = None  # given where attention runs document by document
     cache: KVCache | None = None
-    attend: Attend | None = None  # attends in place of this package; the fields above are then unused
+    attend: Attend | None = (
+        None  # attends in place of this package, with a mask and cache of its own
+    )
 
 
 def attention_context(

@@ -125,7 +125,9 @@ class DepthRouteConfig(PreTrainedConfig):
         """Return what `config.json` holds: every field of the model, defaults included."""
         return {**super().to_diff_dict(), **{key: getattr(self, key) for key in _MODEL_KEYS}}
 
-    def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
+    def save_pretrained(
+        self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any
+    ) -> None:
         """Write `config.json` and the code that its `auto_map` names.
 
         Where depthroute is installed that is one file which imports it; see `depthroute export

@@ -80,7 +80,7 @@ class DepthRoutePreTrainedModel(PreTrainedModel):
         plain = function is torch.utils.checkpoint.checkpoint and every_n_layers == 1
         if enable and not (plain and settings == {"use_reentrant": False}):
             raise ValueError(
-                "gradient checkpointing recomputes every layer with use_reentrant=False and without "
+                "gradient checkpointing recomputes each layer, with use_reentrant=False, without "
                 f"offloading, got {settings}, every_n_layers={every_n_layers}"
             )
         self.model.checkpointing = "layer" if enable else "none"
