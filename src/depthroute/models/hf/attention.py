@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import Cache
+from transformers import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -73,19 +73,21 @@ def transformers_context(
         x: Embeddings `[B, T, D]`.
         attention_mask: `[B, past + T]`, 0 for padding; or a mask that is ready for the attention
             function.
-        position_ids: `[1 or B, T]`; where they restart in a row, without mask and cache, a packed
+        position_ids: `[1 or B, T]`; where they restart in a row, without mask and past, a packed
             document begins.
         cache: Past keys and values, extended in place.
         attentions: Filled with the softmax weights `[B, heads, T, past + T]` by layer; None leaves
             them alone.
     """
     places = positions(x, attention_mask, position_ids, cache)
+    # documents are told apart only without a cache; an empty one that grows changes no mask
+    grows = isinstance(cache, DynamicCache) and cache.get_seq_length() == 0
     mask = create_causal_mask(
         config=config,
         inputs_embeds=x,
         attention_mask=attention_mask,
         position_ids=places if position_ids is not None else None,
-        **{MASK_CACHE: cache},
+        **{MASK_CACHE: None if grows else cache},
     )
     attend_with = ALL_ATTENTION_FUNCTIONS.get_interface(
         config._attn_implementation, eager_attention

@@ -12,7 +12,6 @@ from depthroute.models.decoder import Decoder
 from depthroute.models.hf.attention import OUTPUT_CACHE, transformers_context
 from depthroute.models.hf.config import DepthRouteConfig
 from depthroute.nn import Linear
-from depthroute.residual.base import ResidualScheme
 from depthroute.residual.probe import Probe
 
 
@@ -48,6 +47,7 @@ class DepthRoutePreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _supports_sdpa = True
     _supports_attention_backend = True
+    _can_compile_fullgraph = True
     _no_split_modules = ("Decoder",)  # every read sees sources of all depths: one device
     _keep_in_fp32_modules_strict = ("model.residual",)
 
@@ -91,13 +91,14 @@ class DepthRoutePreTrainedModel(PreTrainedModel):
         def draw(parameter: nn.Parameter) -> None:
             nn.init.normal_(parameter, std=self.config.init_std)  # skips those that were loaded
 
-        if isinstance(module, ResidualScheme):
+        scheme = self.model.residual
+        if any(module is part for part in scheme.modules()):  # it knows its parts, not they it
             loaded = {
                 parameter: parameter.clone()
-                for parameter in module.parameters()
+                for parameter in scheme.parameters()
                 if getattr(parameter, "_is_hf_initialized", False)
             }
-            module.init_weights(draw)
+            scheme.init_weights(draw)
             for parameter, value in loaded.items():
                 parameter.copy_(value)
         elif isinstance(module, Linear | nn.Linear | nn.Embedding):
@@ -237,7 +238,7 @@ class DepthRouteForCausalLM(DepthRoutePreTrainedModel, GenerationMixin):
             input_ids: Tokens `[B, T]`.
             attention_mask: `[B, past + T]`, 0 for padding, on either side.
             position_ids: `[1 or B, T]`; the default counts a row's real tokens. Where they restart,
-                without mask and cache, a packed document begins.
+                without mask and past, a packed document begins.
             cache: Past keys and values; routing needs none.
             inputs_embeds: Embeddings `[B, T, D]` in place of `input_ids`.
             labels: Tokens `[B, T]`, shifted here, -100 where there is none; for a mean loss.
