@@ -37,7 +37,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 folder, again, prompt = sys.argv[1:]
-tokenizer = AutoTokenizer.from_pretrained(folder)
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 ids = tokenizer(prompt, return_tensors="pt").input_ids
 logits = []
 for place in (folder, again):
@@ -65,6 +65,7 @@ def elsewhere(folder: Path, tmp_path: Path, *, hide: bool) -> dict:
     done = subprocess.run(
         [sys.executable, "-c", ELSEWHERE.format(hide=hide), folder, tmp_path / "again", PROMPT],
         capture_output=True,
+        stdin=subprocess.DEVNULL,
         text=True,
         env={
             **os.environ,
