@@ -4,6 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from depthroute.convert.tokenizer import fast_tokenizer
+from depthroute.data import load_tokenizer
 from helpers import VARIANTS
 
 PROMPTS = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
@@ -67,6 +69,24 @@ def test_a_row_ends_with_the_end_token(pair):
     assert stop not in expected[0, 5:7]
     out = shell.generate(PROMPTS[:1], do_sample=False, eos_token_id=stop, **LONGER)
     assert torch.equal(out, expected[:, :8])
+
+
+def test_a_stop_string_ends_a_row(pair):
+    model, shell = pair("s_lr", vocab_size=257)
+    tokenizer = fast_tokenizer(load_tokenizer("bytes"), context=16)
+    with torch.no_grad():
+        model.lm_head.weight[128:] = 0  # ascii only
+        shell.lm_head.weight[128:] = 0
+    expected = literal_greedy(model, PROMPTS[:1])
+    stop = chr(expected[0, 7])
+    assert stop not in tokenizer.decode(expected[0, :7])
+    settings = {"do_sample": False, "stop_strings": stop, "tokenizer": tokenizer, **LONGER}
+    assert torch.equal(shell.generate(PROMPTS[:1], **settings), expected[:, :8])
+
+
+def test_an_unknown_setting_is_refused(pair):
+    with pytest.raises(ValueError, match="output_depth_weight"):
+        pair()[1].generate(PROMPTS, output_depth_weight=True, **LONGER)
 
 
 def test_generating_from_embeddings(pair):

@@ -46,7 +46,6 @@ class DepthRoutePreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
-    _supports_attention_backend = True
     _can_compile_fullgraph = True
     _no_split_modules = ("Decoder",)  # every read sees sources of all depths: one device
     _keep_in_fp32_modules_strict = ("model.residual",)
@@ -281,6 +280,15 @@ class DepthRouteForCausalLM(DepthRoutePreTrainedModel, GenerationMixin):
             )
         output = DepthRouteCausalLMOutput(loss=loss, logits=logits, **fields)
         return output.to_tuple() if _as_tuple(self.config, return_dict) else output
+
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, inputs_embeds: Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Return the arguments of the next `forward`, without the tokenizer of stop strings."""
+        kwargs.pop("tokenizer", None)
+        return super().prepare_inputs_for_generation(
+            input_ids, inputs_embeds=inputs_embeds, **kwargs
+        )
 
 
 def _one_cache(cache: Cache | None, past_key_values: Cache | None) -> Cache | None:
