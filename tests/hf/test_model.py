@@ -181,6 +181,16 @@ def test_gradient_checkpointing_saves_memory_and_no_gradient(pair, name):
     assert shell(IDS).keys() == {"logits"}  # no cache
 
 
+@pytest.mark.parametrize("name", ["s_lr", "p_lr", "laurel_all"])
+def test_autocast_leaves_routing_in_float32(pair, name):
+    model, shell = pair(name, dtype=torch.float32)
+    model.model.compute_dtype = torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16):
+        out = shell(IDS, output_hidden_states=True)
+    assert out.logits.dtype == torch.bfloat16
+    assert torch.equal(out.hidden_states[-1], model.model(IDS))
+
+
 def test_the_body_gives_the_hidden_states(pair, tmp_path):
     model, shell = pair()
     shell.save_pretrained(tmp_path)

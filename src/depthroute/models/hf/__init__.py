@@ -5,11 +5,14 @@ model. Without the import, `trust_remote_code=True` finds it through `auto_map` 
 """
 
 try:
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, __version__
 except ImportError as error:
     raise ImportError(
         'Hugging Face models need transformers: pip install "depthroute[hf]"'
     ) from error
+
+if tuple(map(int, __version__.split(".")[:2])) < (5, 17):
+    raise ImportError(f"Hugging Face models need transformers >= 5.17, got {__version__}")
 
 from depthroute.models.hf.config import DepthRouteConfig
 from depthroute.models.hf.model import DepthRouteForCausalLM, DepthRouteModel

@@ -78,7 +78,16 @@ def transformers_context(
         cache: Past keys and values, extended in place.
         attentions: Filled with the softmax weights `[B, heads, T, past + T]` by layer; None leaves
             them alone.
+
+    Raises:
+        ValueError: Weights are asked of an attention function that does not return them, or
+            positions or mask have another shape.
     """
+    if attentions is not None and config._attn_implementation != "eager":
+        raise ValueError(
+            'output_attentions needs attn_implementation="eager", '
+            f"got {config._attn_implementation!r}"
+        )
     places = positions(x, attention_mask, position_ids, cache)
     # documents are told apart only without a cache; an empty one that grows changes no mask
     grows = isinstance(cache, DynamicCache) and cache.get_seq_length() == 0

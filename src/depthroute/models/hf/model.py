@@ -1,7 +1,7 @@
 """Shells around the decoder that transformers can load, save, train and generate with."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from depthroute.models.decoder import Decoder
 from depthroute.models.hf.attention import OUTPUT_CACHE, transformers_context
 from depthroute.models.hf.config import DepthRouteConfig
 from depthroute.nn import Linear
+from depthroute.residual.base import ResidualScheme
 from depthroute.residual.probe import Probe
 
 
@@ -120,48 +121,70 @@ class DepthRoutePreTrainedModel(PreTrainedModel):
         """Run the decoder; returns the fields of `DepthRouteOutput`."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
-        recomputes = self.gradient_checkpointing and torch.is_grad_enabled()
-        if use_cache is None:
-            use_cache = cache is not None or (self.config.use_cache and not self.training)
-            use_cache = use_cache and not recomputes
-        if recomputes and (use_cache or cache is not None):
-            raise ValueError("gradient checkpointing recomputes layers: it cannot fill a cache")
-        if use_cache and cache is None:
-            cache = DynamicCache(config=self.config)
-        if output_hidden_states is None:
-            output_hidden_states = self.config.output_hidden_states
-        if output_attentions is None:
-            output_attentions = self.config.output_attentions
-        if output_attentions and self.config._attn_implementation != "eager":
-            raise ValueError('output_attentions needs attn_implementation="eager"')
-
+        cache = self._cache_to_fill(cache, use_cache)
         x = self.model.embed(input_ids) if inputs_embeds is None else inputs_embeds
-        reads: dict[int, Tensor] = {}
-        weights: dict[int, Tensor] = {}
-        attentions: dict[int, Tensor] = {}
-        residual = self.model.residual
-        if output_hidden_states or output_depth_weights:
-            residual = Probe(
-                residual,
-                weights.__setitem__ if output_depth_weights else None,
-                reads=lambda site, inputs: reads.__setitem__(site, inputs[0]),
-            )
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        shown = _Shown(
+            reads={} if _asked(output_hidden_states, self.config.output_hidden_states) else None,
+            attentions={} if _asked(output_attentions, self.config.output_attentions) else None,
+            weights={} if output_depth_weights else None,
+        )
         context = transformers_context(
             self.config,
             x,
             attention_mask=attention_mask,
             position_ids=position_ids,
             cache=cache,
-            attentions=attentions if output_attentions else None,
+            attentions=shown.attentions,
         )
-        hidden = self.model.from_embeddings(x, context, residual=residual)
+        # products follow the dtype of x by themselves; autocast would take routing with them
+        with torch.autocast(x.device.type, enabled=False):
+            hidden = self.model.from_embeddings(x, context, residual=shown.by(self.model.residual))
         return {
             "last_hidden_state": hidden,
-            OUTPUT_CACHE: cache if use_cache else None,
-            "hidden_states": tuple(reads.values())[::2] if output_hidden_states else None,
-            "attentions": tuple(attentions.values()) or None,
-            "depth_weights": tuple(weights.values()) or None,
+            OUTPUT_CACHE: None if use_cache is False else cache,
+            # reads of attention sublayers, and the last one
+            "hidden_states": None if shown.reads is None else tuple(shown.reads.values())[::2],
+            "attentions": None if shown.attentions is None else tuple(shown.attentions.values()),
+            "depth_weights": tuple(shown.weights.values()) if shown.weights else None,
         }
+
+    def _cache_to_fill(self, cache: Cache | None, use_cache: bool | None) -> Cache | None:
+        """Return the given cache, or a new one where one is wanted."""
+        recomputes = self.gradient_checkpointing and torch.is_grad_enabled()
+        if recomputes and (use_cache or cache is not None):
+            raise ValueError("gradient checkpointing recomputes layers: it cannot fill a cache")
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training and not recomputes
+        return DynamicCache(config=self.config) if use_cache and cache is None else cache
+
+
+class _Shown(NamedTuple):
+    """What a pass is to show, by site or layer; None for what it need not."""
+
+    reads: dict[int, Tensor] | None
+    attentions: dict[int, Tensor] | None
+    weights: dict[int, Tensor] | None
+
+    def by(self, scheme: ResidualScheme) -> ResidualScheme:
+        """Return the scheme, within a probe if reads or weights are to be shown."""
+        if self.reads is None and self.weights is None:
+            return scheme
+        reads = self.reads
+
+        def show(site: int, inputs: tuple[Tensor, ...]) -> None:
+            reads[site] = inputs[0]
+
+        return Probe(
+            scheme,
+            None if self.weights is None else self.weights.__setitem__,
+            reads=None if reads is None else show,
+        )
+
+
+def _asked(argument: bool | None, default: bool | None) -> bool:
+    return bool(default if argument is None else argument)
 
 
 class DepthRouteModel(DepthRoutePreTrainedModel):
