@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, GenerationConfig
 
-import depthroute
 from depthroute.config import load
 from depthroute.convert import ExportConfig, export_run, import_model, to_hugging_face
 from depthroute.data import load_tokenizer
@@ -70,7 +69,7 @@ def elsewhere(folder: Path, tmp_path: Path, *, hide: bool) -> dict:
         env={
             **os.environ,
             **places,
-            "PYTHONPATH": str(Path(depthroute.__file__).parents[1]),
+            "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),  # relative ones too
             "HF_HUB_OFFLINE": "1",
             "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         },
