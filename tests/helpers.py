@@ -11,9 +11,14 @@ from torch import Tensor, nn
 from depthroute.models import CausalLM, ModelConfig
 from depthroute.residual import (
     AttnResConfig,
+    DeltaConfig,
     DenseFormerConfig,
+    DualConfig,
     FromValueKey,
+    HyperConfig,
     LaurelConfig,
+    MuddConfig,
+    OasisConfig,
     PreNormConfig,
     ProjectedKey,
     Summary,
@@ -35,11 +40,39 @@ VARIANTS: dict[str, Any] = {
     "p_lr_sum": AttnResConfig(num_blocks=3, key=ProjectedKey(rank=8, block="sum")),
     "from_value": AttnResConfig(num_blocks=3, key=FromValueKey(rank=8)),
     "summary": AttnResConfig(num_blocks=3, summary=Summary(alpha=0.5, beta=0.7)),
+    "multi_head": AttnResConfig(num_blocks=0, heads=4),
+    "multi_head_low_rank": AttnResConfig(num_blocks=3, heads=4, key=TailKey(rank=8)),
+    "qk_v": AttnResConfig(num_blocks=3, roles="qk_v"),
+    "q_k_v_heads": AttnResConfig(num_blocks=3, roles="q_k_v", heads=2, key=TailKey(rank=8)),
+    "delta": DeltaConfig(num_blocks=0),
+    "delta_full_gate_null": DeltaConfig(num_blocks=0, gate="sigmoid", null=True),
+    "delta_block3": DeltaConfig(num_blocks=3),
+    "delta_block3_gate_null": DeltaConfig(
+        num_blocks=3, key=TailKey(rank=8), gate="scalar", null=True
+    ),
+    "delta_previous": DeltaConfig(
+        block_ends=(1, 4, 6, 8),
+        key=FromValueKey(rank=8),
+        gate="scalar",
+        recurrence="previous_entry",
+    ),
     "denseformer": DenseFormerConfig(),
     "denseformer_2x2": DenseFormerConfig(dilation=2, period=2),
+    "hc": HyperConfig(),
+    "hc_static": HyperConfig(coefficients="static"),
+    "mhc": HyperConfig(mixing="doubly_stochastic"),
+    "mudd": MuddConfig(),
+    "mudd_plain": MuddConfig(norm="none"),
+    "dual": DualConfig(num_blocks=2),
+    "dual_full": DualConfig(num_blocks=0),  # nothing to mix: every write closes its block
+    "dual_uneven": DualConfig(block_ends=(1, 6, 8), keyed_by="own", rank=8),
+    "dual_state": DualConfig(num_blocks=3, form="state"),
     "laurel": LaurelConfig(rank=4),
     "laurel_previous": LaurelConfig(balance="fixed", rank=0, previous=3, around="sublayer"),
     "laurel_all": LaurelConfig(rank=4, previous=2),
+    "oasis_full": OasisConfig(num_blocks=0),
+    "oasis_block3": OasisConfig(num_blocks=3, key=TailKey(rank=8)),
+    "oasis_depth_null": OasisConfig(num_blocks=3, depth_null=True),
 }
 
 # torch's own: Dynamo (2.13) makes an instance of each autograd.Function that it traces, and looks
@@ -86,14 +119,19 @@ def tiny_config(residual: Any, **changes: Any) -> ModelConfig:
     return ModelConfig(**{**shape, **changes}, residual=residual)
 
 
-def tiny_model(residual: Any, *, dtype: torch.dtype = torch.float32, **changes: Any) -> CausalLM:
-    """Return a small model whose routing parameters are away from zero, so that they matter."""
+def tiny_model(
+    residual: Any, *, dtype: torch.dtype = torch.float32, noise: float = 0.5, **changes: Any
+) -> CausalLM:
+    """Return a small model whose routing parameters are `noise` away from their start.
+
+    0.5 makes routing sharp, so that it matters, and the model chaotic in bfloat16: there, take 0.1.
+    """
     model = CausalLM(tiny_config(residual, **changes)).to(dtype)
     source = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.model.residual.parameters():
-            noise = torch.randn(parameter.shape, generator=source, dtype=torch.float64)
-            parameter.add_(0.5 * noise)
+            draw = torch.randn(parameter.shape, generator=source, dtype=torch.float64)
+            parameter.add_(noise * draw)
     return model
 
 
@@ -168,15 +206,20 @@ class ToyModel(nn.Module):
         kinds = ("attention", "mlp") * (num_sublayers // 2)
         self.residual = build_residual(config, dim=dim, kinds=kinds)
         width = dim + self.residual.emit_dim
+        with_null = self.residual.token_null
+        self.has_null = tuple(with_null and kind == "attention" for kind in kinds)
         self.sublayers = nn.ParameterList(
-            torch.randn(width, dim) * (2.0 / dim) ** 0.5 for _ in kinds
+            torch.randn(width + null, dim) * (2.0 / dim) ** 0.5 for null in self.has_null
         )
         for parameter in self.residual.parameters():
             nn.init.normal_(parameter, std=0.5)
 
     def sublayer(self, site: int, inputs: tuple[Tensor, ...]) -> Tensor:
         h = sum(inputs)
-        return torch.tanh(h @ self.sublayers[site].to(h.dtype).T)
+        y = h @ self.sublayers[site].to(h.dtype).T
+        if not self.has_null[site]:
+            return torch.tanh(y)
+        return torch.cat([y[..., :-1].tanh(), y[..., -1:].sigmoid()], dim=-1)  # a mass, 0 to 1
 
     def resume(
         self, state: Any, site: int, norm: Callable[[Tensor], Tensor] = torch.clone

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from depthroute.account import account, format_account
 from depthroute.models import CausalLM, ModelConfig
+from depthroute.nn import LowRankConfig
 from depthroute.paper import format_paper, paper_numbers, paper_table
 from depthroute.residual import AttnResConfig, PreNormConfig, ProjectedKey, attn_res
 from helpers import VARIANTS, tiny_config
@@ -23,6 +24,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "full_heads": {"num_key_value_heads": None},
     "tied": {"tie_word_embeddings": True},
     "wide_heads": {"head_dim": 12, "num_key_value_heads": 1},
+    "low_rank": {"low_rank": LowRankConfig(rank=8, ranks={"down": 5}, scope=("q", "o", "down"))},
 }
 BATCH, TOKENS = 2, 7
 
@@ -43,7 +45,8 @@ class KernelCounter:
         return self._attend(values, query, **options)
 
     def merge(self, out: Tensor, lse: Tensor, value: Tensor, query: Tensor, **options: Any) -> Any:
-        self.multiply_adds += len(query) + value.shape[-1]
+        for row in query:
+            self.multiply_adds += len(row) + value.shape[-1]
         return self._merge(out, lse, value, query, **options)
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from depthroute.models import ModelConfig
+from depthroute.nn.low_rank import LowRankConfig, Projection
 
 
 class Parameters(NamedTuple):
@@ -29,7 +30,7 @@ class Parameters(NamedTuple):
 class MultiplyAdds(NamedTuple):
     """Multiply-adds of one forward pass, per token."""
 
-    core: int  # matrices of the sublayers: `L (4 d^2 + 3 d m)` with full heads
+    core: int  # matrices of the sublayers: `L (4 d^2 + 3 d m)` with full heads and full rank
     head: int
     attention: int  # token attention, mean over a causal row; 0 without a context
     routing: int  # depth scores and mixes, and the scheme's own products
@@ -98,8 +99,9 @@ def account(
     cost = residual.cost()
     dim, layers = config.hidden_size, config.num_hidden_layers
     query_dim = config.num_attention_heads * config.head_width
-    kv_dim = config.kv_heads * config.head_width
-    per_layer = dim * (2 * query_dim + 2 * kv_dim + 3 * config.intermediate_size)
+    per_layer = sum(
+        _num_weights(config.low_rank, name, shape) for name, shape in config.projections.items()
+    )
     output_widths = {"attention": query_dim, "mlp": config.intermediate_size}
     vocabulary = config.vocab_size * dim
     parameters = Parameters(
@@ -133,3 +135,9 @@ def format_account(cost: Account) -> str:
     ]
     lines = [f"{name:<36}  {number:>19,}" for name, number in rows]
     return "\n".join([*lines, f"the scheme adds {products.added_percent:.4f} % of the core"])
+
+
+def _num_weights(low_rank: LowRankConfig | None, name: Projection, shape: tuple[int, int]) -> int:
+    """Count a full matrix, or the two of a low-rank map, whose duplicated latents cost nothing."""
+    rank = low_rank.rank_of(name) if low_rank else None
+    return shape[0] * shape[1] if rank is None else rank * sum(shape)

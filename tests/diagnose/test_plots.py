@@ -196,3 +196,11 @@ def test_effective_sources_come_with_their_limit(tmp_path: Path, figures: list[F
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     means = [record.effective_sources[1:].mean() for record in RECORDS.values()]
     assert labels[:2] == [f"full  {means[0]:.2f}", f"short  {means[1]:.2f}"]
+
+
+def test_a_site_without_weights_has_no_limit(tmp_path: Path, figures: list[Figure]) -> None:
+    record = _record(5)
+    record.weights[-1] = record.effective_sources[-1] = np.nan
+    plot_effective_sources({"no final read": record}, tmp_path / "picture.png")
+    limit = figures[0].axes[0].lines[1]
+    np.testing.assert_array_equal(limit.get_ydata(), [1, 2, 3, 4, np.nan])

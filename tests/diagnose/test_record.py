@@ -112,6 +112,8 @@ def test_one_hot_weights_count_one_source() -> None:
         ("attn_res_full", [1, 2, 3, 4, 5, 6, 7, 8, 9]),
         ("attn_res_block3", [1, 2, 2, 2, 3, 3, 3, 4, 4]),
         ("attn_res_uneven", [1, 2, 3, 3, 3, 3, 3, 4, 4]),
+        ("multi_head", [1, 2, 3, 4, 5, 6, 7, 8, 9]),
+        ("q_k_v_heads", [1, 2, 2, 2, 3, 3, 3, 4, 4]),
     ],
 )
 def test_zero_queries_use_every_source_alike(variant: str, num_sources: list[int]) -> None:

@@ -10,12 +10,14 @@ import pytest
 
 from depthroute.config import from_dict
 from depthroute.data import PrepareConfig
+from depthroute.nn import LowRankConfig
 from depthroute.residual import SCHEMES, ResidualConfig
 from depthroute.train import CompareConfig, RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [*sorted(ROOT.glob("*.md")), *DOCS]
+MODEL_TABLES = {"residual": ResidualConfig, "low_rank": LowRankConfig}
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)|(?:src|href|srcset)=\"([^\"]+)\"")
 
 
@@ -75,7 +77,8 @@ def test_toml_blocks_are_valid_settings(page: Path) -> None:
     for block in _blocks(page, "toml"):
         table = tomllib.loads(block)
         if set(table) == {"model"}:
-            from_dict(ResidualConfig, table["model"]["residual"])
+            for name, value in table["model"].items():
+                from_dict(MODEL_TABLES[name], value)
         else:
             from_dict(_config_class(table), table)
 
@@ -86,8 +89,14 @@ def _config_class(table: dict[str, Any]) -> type:
     return CompareConfig if "variants" in table else PrepareConfig
 
 
-def test_every_scheme_has_a_page() -> None:
-    assert {page.stem for page in (ROOT / "docs" / "schemes").glob("*.md")} == set(SCHEMES)
+def test_every_scheme_has_a_page_and_every_page_says_how_to_configure_one() -> None:
+    pages = {page.stem: page for page in (ROOT / "docs" / "schemes").glob("*.md")}
+    assert set(SCHEMES) <= set(pages)
+    for page in pages.values():
+        tables = map(tomllib.loads, _blocks(page, "toml"))
+        named = {table["model"]["residual"]["name"] for table in tables}
+        assert named, page.name
+        assert named == ({page.stem} if page.stem in SCHEMES else named & set(SCHEMES))
 
 
 def test_every_metric_is_documented() -> None:

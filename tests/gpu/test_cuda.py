@@ -6,7 +6,7 @@ from torch import Tensor
 
 from depthroute.models.compile import compile_model
 from depthroute.nn import Documents
-from depthroute.nn.attention import attend
+from depthroute.nn.attention import attend, attend_or_null
 from depthroute.nn.context import AttentionContext, attention_context
 from depthroute.ops import depth_attend, depth_merge
 from depthroute.ops.reference import depth_attend_reference
@@ -63,6 +63,24 @@ def test_variable_length_attention_equals_a_mask():
     assert_close(actual, expected)
 
 
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+def test_variable_length_softmax1_and_its_gradients_equal_a_mask(head_dim):
+    shape = (2, 4, 64, head_dim)
+    leaves = [torch.randn(shape, device=DEVICE).bfloat16().requires_grad_() for _ in range(3)]
+    bounds = torch.tensor([0, 1, 20, 64, 100, 128, 128, 128], dtype=torch.int32, device=DEVICE)
+    documents = Documents(bounds, 64)
+    x = torch.empty(2, 64, 128, device=DEVICE)
+    masked = attention_context(x, head_dim=head_dim, theta=1e4, documents=documents)
+    varlen = AttentionContext(masked.rotation, documents=documents)
+    actual = attend_or_null(*leaves, varlen)
+    expected = attend_or_null(*(leaf.float() for leaf in leaves), masked)
+    upstream = [torch.randn_like(y) for y in expected]
+    assert_all_close(actual, expected, ["out", "null"])
+    got = torch.autograd.grad(actual, leaves, [u.bfloat16() for u in upstream])
+    want = torch.autograd.grad(expected, leaves, upstream)
+    assert_all_close(got, want, ["q", "k", "v"], rtol=0.03)
+
+
 def loss_and_gradients(model, ids: Tensor, documents: Documents) -> list[Tensor]:
     sums = model.loss(ids, ids.roll(-1, 1), documents=documents, chunk_tokens=50)
     loss = sums.cross_entropy / sums.tokens
@@ -70,12 +88,14 @@ def loss_and_gradients(model, ids: Tensor, documents: Documents) -> list[Tensor]
 
 
 @pytest.mark.parametrize("mode", ["sublayer", "model"])
-@pytest.mark.parametrize("name", ["prenorm", "attn_res_full", "attn_res_block3", "s_lr", "p_lr"])
+@pytest.mark.parametrize(
+    "name", ["prenorm", "attn_res_full", "attn_res_block3", "s_lr", "p_lr", "oasis_block3"]
+)
 def test_compiled_model_has_the_gradients_of_float32(name, mode):
     torch._dynamo.reset()
     ids = torch.randint(61, (2, 64), device=DEVICE)
     documents = Documents(torch.tensor([0, 30, 64, 128], dtype=torch.int32, device=DEVICE), 64)
-    model = tiny_model(VARIANTS[name], hidden_size=64, num_attention_heads=2).to(DEVICE)
+    model = tiny_model(VARIANTS[name], noise=0.1, hidden_size=64, num_attention_heads=2).to(DEVICE)
     names = ["loss", *(name for name, _ in model.named_parameters())]
     expected = loss_and_gradients(model, ids, documents)
     compile_model(model, mode)
@@ -85,4 +105,4 @@ def test_compiled_model_has_the_gradients_of_float32(name, mode):
     actual = loss_and_gradients(model, ids, documents)
     for got, want, parameter in zip(actual, expected, names, strict=True):
         error = (got - want).norm() / want.norm().clamp_min(1e-12)
-        assert error < 0.08, f"{parameter}: {error:.3f}"  # bfloat16 through 8 sublayers
+        assert error < 0.05, f"{parameter}: {error:.3f}"  # eager on a CPU: up to 0.026

@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from depthroute.models.hf import DepthRouteConfig, DepthRouteForCausalLM, DepthRouteModel
-from helpers import VARIANTS, tiny_config
+from depthroute.nn.low_rank import LowRankConfig
+from helpers import VARIANTS, assert_close, tiny_config
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 7]])
 
@@ -31,12 +32,12 @@ def test_a_saved_model_comes_back_bit_for_bit(pair, tmp_path, name):
     assert {key: value.tolist() for key, value in back.state_dict().items()} == {
         key: value.tolist() for key, value in model.state_dict().items()
     }
-    assert torch.equal(back(IDS).logits, shell(IDS).logits)
+    assert_close(back(IDS).logits, shell(IDS).logits)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_loading_in_bfloat16_keeps_routing_in_float32(pair, tmp_path, name):
-    _, shell = pair(name, dtype=torch.float32)
+    _, shell = pair(name, dtype=torch.float32, noise=0.1)
     shell.save_pretrained(tmp_path)
     back = load(tmp_path, dtype="bfloat16")
     saved = load_file(tmp_path / "model.safetensors")
@@ -50,11 +51,22 @@ def test_loading_in_bfloat16_keeps_routing_in_float32(pair, tmp_path, name):
     assert (logits.float() - shell(IDS).logits).abs().max() < 0.1 * shell(IDS).logits.abs().max()
 
 
+def test_low_rank_maps_are_saved_too(pair, tmp_path):
+    low_rank = LowRankConfig(rank=4, scope=("q", "down"), alpha=0.5)
+    model, shell = pair("p_lr", dtype=torch.float32, low_rank=low_rank)
+    shell.save_pretrained(tmp_path)
+    back = load(tmp_path)
+    assert back.config.model_config().low_rank == low_rank
+    assert_close(back(IDS).logits, model(IDS))
+    fresh = AutoModelForCausalLM.from_config(back.config).model.layers[0].self_attn.q_proj
+    assert fresh.weight.std().item() == pytest.approx((4 * (32 + 32)) ** -0.25, rel=0.2)
+
+
 def test_shards_add_up(pair, tmp_path):
     _, shell = pair("p_lr", dtype=torch.float32)
     shell.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    assert torch.equal(load(tmp_path)(IDS).logits, shell(IDS).logits)
+    assert_close(load(tmp_path)(IDS).logits, shell(IDS).logits)
 
 
 def test_a_tied_head_is_saved_once_and_comes_back_tied(pair, tmp_path):
@@ -64,7 +76,7 @@ def test_a_tied_head_is_saved_once_and_comes_back_tied(pair, tmp_path):
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
     back = load(tmp_path)
     assert back.lm_head.weight is back.model.embed_tokens.weight
-    assert torch.equal(back(IDS).logits, shell(IDS).logits)
+    assert_close(back(IDS).logits, shell(IDS).logits)
 
 
 DAMAGE = [
@@ -125,7 +137,7 @@ def test_the_body_leaves_the_head_behind(pair, tmp_path):
     body, info = AutoModel.from_pretrained(tmp_path, output_loading_info=True)
     assert isinstance(body, DepthRouteModel)
     assert not info["missing_keys"]
-    assert torch.equal(body(IDS).last_hidden_state, shell.model(IDS))
+    assert_close(body(IDS).last_hidden_state, shell.model(IDS))
 
 
 def test_every_field_is_written_and_required(pair, tmp_path):

@@ -1,13 +1,14 @@
 """Attention, rotary positions and document boundaries against their formulas."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from depthroute.nn import Attention, AttentionContext, Documents, KVCache
-from depthroute.nn.attention import attend
+from depthroute.nn.attention import attend, attend_or_null
 from depthroute.nn.context import attention_context
 from depthroute.nn.rope import rotate, rotation
 from helpers import assert_close
@@ -92,11 +93,96 @@ def test_document_numbers_and_lengths_skip_padding() -> None:
     assert documents.lengths() == [2, 3, 1]
 
 
+# Softmax1
+
+
+def literal_or_null(q: Tensor, k: Tensor, v: Tensor, ids: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """Divide by one more than the sum of the exponentials; differentiable."""
+    batch, heads, tokens, width = q.shape
+    out, null = torch.zeros_like(v), v.new_zeros(batch, heads, tokens)
+    for b in range(batch):
+        for t in range(tokens):
+            seen = [s for s in range(t + 1) if ids[b][s] == ids[b][t]]
+            for h in range(heads):
+                score = torch.exp(k[b, h, seen] @ q[b, h, t] / width**0.5)
+                out[b, h, t] = score @ v[b, h, seen] / (1 + score.sum())
+                null[b, h, t] = 1 / (1 + score.sum())
+    return out, null
+
+
+@pytest.mark.parametrize("bounds", BOUNDS.values(), ids=BOUNDS)
+@pytest.mark.parametrize("way", ["whole_rows", "mask", "each"])
+def test_softmax1_and_its_gradients_equal_the_formula(way: str, bounds: list[int]) -> None:
+    q, k, v = (double(2, 3, 9, 4).requires_grad_() for _ in range(3))
+    documents = Documents(torch.tensor(bounds, dtype=torch.int32), 9)
+    context = attention_context(double(2, 9, 12), head_dim=4, theta=THETA, documents=documents)
+    ids = document_of(bounds[1:], 2, 9)
+    if way == "each":
+        context = AttentionContext(context.rotation, documents=documents)
+    elif way == "whole_rows":
+        context, ids = AttentionContext(context.rotation), [[0] * 9] * 2
+    actual, expected = attend_or_null(q, k, v, context), literal_or_null(q, k, v, ids)
+    upstream = [torch.randn_like(x) for x in expected]
+    for a, e in zip(actual, expected, strict=True):
+        assert_close(a, e)
+    # of the output, of the null mass alone, and of both
+    for first, last in ((0, 1), (1, 2), (0, 2)):
+        got, want = (
+            torch.autograd.grad(
+                x[first:last], (q, k, v), upstream[first:last], retain_graph=True, allow_unused=True
+            )
+            for x in (actual, expected)
+        )
+        for name, a, e in zip("qkv", got, want, strict=True):
+            assert_close(a, torch.zeros_like(a) if e is None else e, name)
+
+
+def test_softmax1_is_the_softmax_times_the_mass_that_its_lse_leaves() -> None:
+    q, k, v = (double(1, 2, 5, 4) for _ in range(3))
+    context = AttentionContext(rotation(torch.arange(5), 4, THETA, torch.float64))
+    scores = q @ k.mT / 2
+    lse = scores.masked_fill(~torch.ones(5, 5, dtype=torch.bool).tril(), -math.inf).logsumexp(-1)
+    out, null = attend_or_null(q, k, v, context)
+    assert_close(null, torch.sigmoid(-lse))
+    assert_close(out, torch.sigmoid(lse).unsqueeze(-1) * attend(q, k, v, context))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("shift", "mass"), [(-90.0, 1.0), (0.0, 1 / 4), (math.log(2.0), 1 / 7), (90.0, 0.0)]
+)
+def test_a_shift_of_all_scores_moves_the_null_mass(
+    shift: float, mass: float, dtype: torch.dtype
+) -> None:
+    q, k = torch.zeros(1, 1, 3, 4, dtype=dtype), torch.zeros(1, 1, 3, 4, dtype=dtype)
+    q[..., 0], k[..., 0] = 2.0, shift
+    v = torch.ones(1, 1, 3, 4, dtype=dtype)
+    context = AttentionContext(rotation(torch.arange(3), 4, THETA, torch.float32))
+    out, null = attend_or_null(q, k, v, context)
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 4e-3}[dtype]
+    assert null.dtype == out.dtype == dtype
+    assert abs(null[0, 0, 2].item() - mass) < tolerance
+    assert abs(out[0, 0, 2, 0].item() - (1 - mass)) < tolerance
+
+
+def test_a_small_null_mass_keeps_its_relative_precision_in_bfloat16() -> None:
+    """Read off as a mass, not as 1 minus the others' sum, of which nothing would be left."""
+    q = torch.full((1, 1, 1, 1), 10.0, dtype=torch.bfloat16)
+    context = AttentionContext(rotation(torch.arange(1), 2, THETA, torch.float32))
+    _, null = attend_or_null(q, torch.ones_like(q), torch.ones_like(q), context)
+    assert abs(null.item() / (1 / (1 + math.exp(10.0))) - 1) < 2**-7
+
+
 # the sublayer
 
 
 def build(
-    *, kv_heads: int = 4, head_dim: int = 6, eps: float | None = 1e-6, emit: int = 0
+    *,
+    kv_heads: int = 4,
+    head_dim: int = 6,
+    eps: float | None = 1e-6,
+    emit: int = 0,
+    null: bool = False,
 ) -> Attention:
     layer = Attention(
         layer=0,
@@ -106,6 +192,7 @@ def build(
         head_dim=head_dim,
         norm_eps=eps,
         emit_dim=emit,
+        token_null=null,
     ).double()
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
@@ -125,9 +212,13 @@ def literal_sublayer(layer: Attention, inputs: tuple[Tensor, Tensor, Tensor]) ->
             y = turned(y)
         # query heads 2j and 2j + 1 share key head j where there are half as many
         parts.append(torch.stack([y[:, h * y.shape[1] // 4] for h in range(4)], dim=1))
-    out = literal(*parts, [[0] * inputs[0].shape[1]] * len(inputs[0]))
+    ids = [[0] * inputs[0].shape[1]] * len(inputs[0])
     weight = torch.cat(list(layer.o_proj.parameters()))
-    return torch.cat(out.unbind(1), dim=-1) @ weight.T
+    if not layer.token_null:
+        return torch.cat(literal(*parts, ids).unbind(1), dim=-1) @ weight.T
+    out, null = literal_or_null(*parts, ids)
+    y = torch.cat(out.unbind(1), dim=-1) @ weight.T
+    return torch.cat([y, null.mean(1).unsqueeze(-1)], dim=-1)
 
 
 def turned(x: Tensor) -> Tensor:
@@ -150,15 +241,29 @@ def turned(x: Tensor) -> Tensor:
         {"eps": None},
         {"head_dim": 2},
         {"emit": 3},
+        {"null": True},
+        {"null": True, "kv_heads": 2, "emit": 3},
     ],
     ids=str,
 )
-def test_sublayer_equals_its_formula(layer: dict[str, int]) -> None:
+def test_sublayer_equals_its_formula(layer: dict[str, Any]) -> None:
     attention, x = build(**layer), double(2, 5, 10)
     context = attention_context(x, head_dim=attention.head_dim, theta=THETA)
     y = attention(x, context=context)
-    assert y.shape == (2, 5, 10 + layer.get("emit", 0))
+    assert y.shape == (2, 5, 10 + layer.get("emit", 0) + layer.get("null", False))
     assert_close(y, literal_sublayer(attention, (x, x, x)))
+
+
+@pytest.mark.parametrize("null", [False, True], ids=["softmax", "softmax1"])
+def test_sublayer_continues_from_a_cache(null: bool) -> None:
+    attention, x = build(kv_heads=2, null=null), double(2, 7, 10)
+    cache = KVCache(1, 2, 2, 7, 6, dtype=torch.float64, device=torch.device("cpu"))
+    parts = []
+    for part in x.split([3, 1, 2, 1], dim=1):
+        context = attention_context(part, head_dim=6, theta=THETA, cache=cache)
+        parts.append(attention(part, context=context))
+        cache.advance(part.shape[1])
+    assert_close(torch.cat(parts, dim=1), literal_sublayer(attention, (x, x, x)))
 
 
 @pytest.mark.parametrize("roles", [(0, 0, 1), (0, 1, 2)], ids=["qk_v", "q_k_v"])

@@ -1,13 +1,12 @@
 """The promises of every residual scheme, one test each.
 
-A new scheme adds rows to `helpers.VARIANTS`, and to `sources_of` if it has depth weights.
+A new scheme adds rows to `helpers.VARIANTS`; one with depth weights says in `depth_sources` what
+they mix.
 """
 
 import copy
 import dataclasses
 import json
-import math
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,13 +15,13 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from depth_sources import sources_of
 from depthroute.config import from_dict, to_dict
 from depthroute.models import CausalLM, ModelConfig
-from depthroute.residual import SCHEMES, AttnResConfig, ResidualScheme, build_residual
+from depthroute.residual import SCHEMES, ResidualScheme, build_residual
 from depthroute.residual.probe import Probe
 from helpers import (
     VARIANTS,
-    Step,
     ToyModel,
     assert_all_close,
     assert_close,
@@ -49,24 +48,6 @@ def loss_gradients(model: torch.nn.Module, *inputs: Tensor) -> dict[str, Tensor]
     return {name: grad.clone() for name, grad in grads.items() if grad is not None}
 
 
-def sources_of(config: Any, steps: list[Step], site: int) -> tuple[list[Tensor], list[int]]:
-    """Return the sources of the read at `site`, and how many writes each sums."""
-    assert isinstance(config, AttnResConfig), f"say what the sources of {config.name} are"
-    writes = [step.written[..., :16] for step in steps if step.written is not None]
-    blocks = config.num_blocks or len(writes)
-    ends = config.block_ends or [math.ceil(len(writes) * j / blocks) for j in range(1, blocks + 1)]
-    sources, counts = [steps[0].inputs[0]], [1]
-    for start, end in pairwise((0, *ends)):
-        block = writes[start : min(end, site)]
-        if block:
-            total = block[0]
-            for write in block[1:]:
-                total = total + write
-            sources.append(total * len(block) ** -config.summary.alpha)
-            counts.append(len(block))
-    return sources, counts
-
-
 def test_every_scheme_has_a_variant() -> None:
     assert {config.name for config in VARIANTS.values()} == set(SCHEMES)
     for name, scheme in SCHEMES.items():
@@ -80,7 +61,7 @@ def test_a_config_of_no_registered_scheme_is_refused() -> None:
 
 @every_variant
 def test_without_sublayers_the_embedding_comes_back(config: Any) -> None:
-    if isinstance(config, AttnResConfig):
+    if hasattr(config, "num_blocks"):
         config = dataclasses.replace(config, num_blocks=0, block_ends=())
     scheme = build_residual(config, dim=16, kinds=())
     x = torch.randn(2, 3, 16)
@@ -171,12 +152,14 @@ def test_every_parameter_gets_a_gradient(config: Any) -> None:
 
 @every_variant
 def test_routing_stays_float32_under_bfloat16_compute(config: Any) -> None:
-    model, ids = tiny_model(config), tokens()
+    model, ids = tiny_model(config, noise=0.05), tokens()
     full = model(ids)
     model.model.compute_dtype = torch.bfloat16
     dtypes = set()
     probe = Probe(model.model.residual, lambda site, weights: dtypes.add(weights.dtype))
-    assert_close(model(ids, residual=probe).float(), full, rtol=0.06)
+    error = (model(ids, residual=probe).float() - full).norm(dim=-1) / full.norm(dim=-1)
+    # of a few tokens weights of any sign leave only roundings, as MUDD's do: hence the median
+    assert error.median() < 0.02  # measured: at most 0.009, MUDD 0.014
     assert dtypes <= {torch.float32}
     for name, parameter in model.model.residual.named_parameters():
         assert parameter.dtype == torch.float32, name
@@ -195,14 +178,18 @@ def test_weights_sum_to_one_and_reproduce_the_read(config: Any, dtype: torch.dty
         if type(toy.residual).weights is ResidualScheme.weights:
             assert weights is None
             continue
+        sources, _ = sources_of(toy.residual, steps, step.site)
+        if not sources:
+            assert weights is None
+            continue
         assert weights.dtype == torch.float32
         assert_close(weights.sum(1), torch.ones_like(weights[:, 0]), rtol=1e-6)
         # from the same state, float64 statistics differ by float32 roundings only, unless the
         # partial sum is scaled first: that is a value, and rounds to the values' dtype
         wide = tree_map_only(Tensor, Tensor.double, step.state)
         off = (weights - exact.weights(wide, step.site)).abs().max()
-        assert off < (1e-5 if dtype == torch.float32 or not config.summary.alpha else 2**-8)
-        sources, _ = sources_of(config, steps, step.site)
+        is_scaled = hasattr(config, "summary") and config.summary.alpha
+        assert off < (1e-5 if dtype == torch.float32 or not is_scaled else 2**-8)
         split = torch.stack(sources).double().unflatten(-1, (weights.shape[-1], -1))
         read = torch.einsum("osbth,sbthd->obthd", weights.double(), split).flatten(-2)
         names = [f"role {i} of site {step.site}" for i in range(len(read))]
@@ -212,7 +199,7 @@ def test_weights_sum_to_one_and_reproduce_the_read(config: Any, dtype: torch.dty
 
 def shorten(config: Any) -> Any:
     """Return the config for 4 sublayers; variants that differ in their blocks become equal."""
-    if isinstance(config, AttnResConfig):
+    if hasattr(config, "num_blocks"):
         return dataclasses.replace(config, num_blocks=2 if config.num_blocks else 0, block_ends=())
     return config
 
@@ -295,10 +282,15 @@ def test_before_training_each_source_weighs_the_same(config: Any) -> None:
         if type(toy.residual).weights is ResidualScheme.weights:
             assert weights is None
             continue
-        _, counts = sources_of(config, steps, step.site)
-        prior = torch.tensor(counts, dtype=torch.float64) ** config.summary.beta
+        _, shares = sources_of(toy.residual, steps, step.site)
+        if not shares:
+            assert weights is None
+            continue
+        prior = torch.tensor(shares, dtype=torch.float64)
         share = (prior / prior.sum()).view(1, -1, 1, 1, 1).expand(weights.shape)
-        assert_close(weights, share, f"site {step.site}", rtol=3e-7)  # two float32 roundings
+        # two float32 roundings; OASIS starts at beta = softplus(-5) = 0.0067, on masses below 1
+        rtol = 7e-3 if toy.residual.token_null else 3e-7
+        assert_close(weights, share, f"site {step.site}", rtol=rtol)
 
 
 @every_variant

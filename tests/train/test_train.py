@@ -236,3 +236,27 @@ def test_vocabulary_comes_from_the_dataset_and_may_be_larger(make_run, tmp_path)
 def test_missing_cuda_is_an_error(make_run):
     with pytest.raises(ValueError, match="torch sees no CUDA device"):
         train(make_run("train.device=cuda"))
+
+
+def test_complete_run_is_read_from_its_folder(make_run, monkeypatch):
+    first = train(make_run())
+    folder = first.path
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    monkeypatch.setattr(trainer, "CausalLM", None)  # building a model again would fail
+    assert train(make_run()) == first
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_deterministic_asks_torch_and_leaves_it_as_it_was(wanted, make_run, monkeypatch):
+    seen = []
+    step = trainer._Trainer.step
+
+    def note(self, number):
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        step(self, number)
+
+    monkeypatch.setattr(trainer._Trainer, "step", note)
+    train(make_run("train.steps=2", f"train.deterministic={str(wanted).lower()}"))
+    assert seen == [wanted] * 2
+    assert not torch.are_deterministic_algorithms_enabled()

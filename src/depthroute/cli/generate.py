@@ -23,9 +23,10 @@ class GenerateConfig:
 
 def sample(run: str, prompt: str, config: GenerateConfig) -> str:
     """Return the prompt and its continuation by the newest checkpoint of a run."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = load_model(run, device=device)
+    model = load_model(run)  # says what is wrong with a folder that is no run
     settings = load(RunConfig, Path(run) / "config.toml")
+    device, _ = settings.train.placement()
+    model.to(device)
     tokenizer = open_dataset(settings.data.path).tokenizer()
     ids = [tokenizer.end_id, *tokenizer.encode(prompt)]
     out = generate(

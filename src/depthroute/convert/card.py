@@ -7,7 +7,7 @@ from depthroute.config import dump
 from depthroute.data import Manifest
 from depthroute.models import CausalLM
 from depthroute.train import RunConfig
-from depthroute.train.checkpoint import newest_checkpoint
+from depthroute.train.checkpoint import checkpoint_step, newest_checkpoint
 from depthroute.train.run import RunFolder
 
 _CARD = """---
@@ -69,7 +69,7 @@ def model_card(
         model: Its newest checkpoint.
         license_id: Identifier of the licence.
     """
-    step = int(newest_checkpoint(run).name.removeprefix("step_"))
+    step = checkpoint_step(newest_checkpoint(run))
     done = [record for record in RunFolder.read(run) if record["step"] <= step]
     validations = [record for record in done if "val/loss_nats" in record]
     metrics = validations[-1] if validations else {}

@@ -24,9 +24,10 @@ class DepthRecord:
     """Depth weights of a model, as statistics over tokens, averaged over roles and depth heads.
 
     Row t is the read at site t; the last one (site M) feeds the head, and site 0 sees the embedding
-    alone. Column i is source i: the embedding, then blocks (or single writes) in order. The last
-    source of a row may be the partial sum of a block still open, in the column that the block keeps
-    when it closes. What a read does not see, or a read without weights, is NaN.
+    alone. Column i is source i: the embedding, then blocks (or single writes) in order; several
+    streams come in turn. The last source of a row may be the partial sum of a block still open, in
+    the column that the block keeps when it closes; or the null. What a read does not see, or a site
+    without weights, is NaN.
 
     Attributes:
         weights: Mean weight, float64 `[M + 1, S]`.

@@ -2,6 +2,7 @@
 
 from depthroute.models.config import ModelConfig
 from depthroute.models.decoder import CausalLM, Decoder
+from depthroute.models.fold import fold
 from depthroute.models.generate import generate
 
-__all__ = ["CausalLM", "Decoder", "ModelConfig", "generate"]
+__all__ = ["CausalLM", "Decoder", "ModelConfig", "fold", "generate"]

@@ -3,6 +3,7 @@
 import torch
 
 from depthroute.config import config_dataclass
+from depthroute.nn.low_rank import LowRankConfig, Projection
 from depthroute.residual import PreNormConfig, ResidualConfig, ResidualScheme, build_residual
 
 
@@ -24,6 +25,7 @@ class ModelConfig:
         init_std: Standard deviation of every weight at the start.
         tie_word_embeddings: Let the head use the embedding's matrix.
         residual: The residual scheme.
+        low_rank: Low-rank maps in place of matrices of the sublayers; None leaves all full.
     """
 
     vocab_size: int = 0
@@ -39,6 +41,7 @@ class ModelConfig:
     init_std: float = 0.02
     tie_word_embeddings: bool = False
     residual: ResidualConfig = PreNormConfig()
+    low_rank: LowRankConfig | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -68,6 +71,8 @@ class ModelConfig:
             )
         if self.head_width < 2 or self.head_width % 2:
             raise ValueError(f"head_dim must be even for RoPE, got {self.head_width}")
+        if self.low_rank is not None:
+            self.low_rank.check(self.projections)
         with torch.device("meta"):  # a scheme checks itself against width and depth
             self.build_residual()
 
@@ -86,6 +91,21 @@ class ModelConfig:
         return (
             self.hidden_size // self.num_attention_heads if self.head_dim is None else self.head_dim
         )
+
+    @property
+    def projections(self) -> dict[Projection, tuple[int, int]]:
+        """Return the (input, output) widths of the matrices of a layer, emitted rows left out."""
+        dim, hidden = self.hidden_size, self.intermediate_size
+        query, key = (n * self.head_width for n in (self.num_attention_heads, self.kv_heads))
+        return {
+            "q": (dim, query),
+            "k": (dim, key),
+            "v": (dim, key),
+            "o": (query, dim),
+            "gate": (dim, hidden),
+            "up": (dim, hidden),
+            "down": (hidden, dim),
+        }
 
     def build_residual(self) -> ResidualScheme:
         """Build the residual scheme for this width and depth."""

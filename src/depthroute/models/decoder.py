@@ -2,10 +2,11 @@
 
 import zlib
 from collections.abc import Iterator
-from typing import Literal, get_args
+from typing import Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from depthroute.models.config import ModelConfig
@@ -13,6 +14,7 @@ from depthroute.nn import (
     Attention,
     AttentionContext,
     Documents,
+    DuplicatedLatentLinear,
     KVCache,
     Linear,
     LossSums,
@@ -35,9 +37,12 @@ class DecoderLayer(nn.Module):
         config: Shape of the decoder.
         index: Place of the layer, from 0; its sites are `2 index` and `2 index + 1`.
         emit_dim: Columns that the scheme wants from each output projection.
+        token_null: Whether it wants Softmax1 attention, and its null mass.
     """
 
-    def __init__(self, config: ModelConfig, index: int, emit_dim: int) -> None:
+    def __init__(
+        self, config: ModelConfig, index: int, emit_dim: int, token_null: bool = False
+    ) -> None:
         super().__init__()
         self.index = index
         self.self_attn = Attention(
@@ -48,8 +53,12 @@ class DecoderLayer(nn.Module):
             head_dim=config.head_width,
             norm_eps=config.norm_eps if config.qk_norm else None,
             emit_dim=emit_dim,
+            low_rank=config.low_rank,
+            token_null=token_null,
         )
-        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, emit_dim)
+        self.mlp = SwiGLU(
+            config.hidden_size, config.intermediate_size, emit_dim, low_rank=config.low_rank
+        )
         self.input_layernorm = RMSNorm(config.norm_eps)
         self.post_attention_layernorm = RMSNorm(config.norm_eps)
 
@@ -85,7 +94,8 @@ class Decoder(nn.Module):
         self.residual = config.build_residual()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, i, self.residual.emit_dim) for i in range(config.num_hidden_layers)
+            DecoderLayer(config, i, self.residual.emit_dim, self.residual.token_null)
+            for i in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.norm_eps)
 
@@ -200,8 +210,7 @@ class CausalLM(nn.Module):
         self.model = Decoder(config)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
         self.chunk_sums = chunk_sums
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
+        self._tie()
         if seed is not None:
             self.init_weights(seed)
 
@@ -257,23 +266,56 @@ class CausalLM(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Draw every weight from `N(0, init_std^2)`; the residual scheme initialises its own.
+        """Draw every weight from `N(0, init_std^2)`, but for what the owner initialises itself.
+
+        Owners are the residual scheme and low-rank maps.
 
         Each parameter's draw depends on the seed and its name alone. So models that differ in the
         residual scheme share the initial weights of everything else, whatever their order, device
         or sharding.
         """
         names = {id(parameter): name for name, parameter in self.named_parameters()}
+        residual = self.config.build_residual()  # whole, while our own may be sharded
+        for name, parameter in residual.named_parameters():
+            names[id(parameter)] = f"model.residual.{name}"
 
-        def draw(parameter: nn.Parameter) -> None:
+        def draw(parameter: nn.Parameter, std: float = self.config.init_std) -> None:
             source = torch.Generator().manual_seed(
                 zlib.crc32(f"{seed}/{names[id(parameter)]}".encode())
             )
             values = torch.empty(parameter.shape, dtype=torch.float32)
-            parameter.copy_(values.normal_(0.0, self.config.init_std, generator=source))
+            _fill(parameter, values.normal_(0.0, std, generator=source))
 
-        routing = {id(parameter) for parameter in self.model.residual.parameters()}
+        low_rank = [m for m in self.modules() if isinstance(m, DuplicatedLatentLinear)]
+        owned = {id(p) for m in (self.model.residual, *low_rank) for p in m.parameters()}
         for parameter in self.parameters():
-            if id(parameter) not in routing:
+            if id(parameter) not in owned:
                 draw(parameter)
-        self.model.residual.init_weights(draw)
+        for owner in (residual, *low_rank):
+            owner.init_weights(draw)
+        for parameter, values in zip(
+            self.model.residual.parameters(), residual.parameters(), strict=True
+        ):
+            _fill(parameter, values)
+
+    def to_empty(self, *, device: torch.device | str | None, recurse: bool = True) -> Self:
+        """Move to a device without values; the head stays tied, which torch alone forgets."""
+        super().to_empty(device=device, recurse=recurse)
+        self._tie()
+        return self
+
+    def _tie(self) -> None:
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+
+def _fill(parameter: Tensor, values: Tensor) -> None:
+    """Copy whole values into a parameter, or this rank's part of them if it is sharded."""
+    if isinstance(parameter, DTensor):
+        values = distribute_tensor(
+            values.to(parameter.device),
+            parameter.device_mesh,
+            parameter.placements,
+            src_data_rank=None,  # every rank has the values: no communication
+        )
+    parameter.copy_(values)

@@ -5,6 +5,7 @@ from depthroute.nn.cache import KVCache
 from depthroute.nn.context import AttentionContext, Documents
 from depthroute.nn.linear import Linear, OutProjection
 from depthroute.nn.loss import LossSums, linear_cross_entropy
+from depthroute.nn.low_rank import DuplicatedLatentLinear, LowRankConfig
 from depthroute.nn.mlp import SwiGLU
 from depthroute.nn.norm import RMSNorm
 
@@ -12,9 +13,11 @@ __all__ = [
     "Attention",
     "AttentionContext",
     "Documents",
+    "DuplicatedLatentLinear",
     "KVCache",
     "Linear",
     "LossSums",
+    "LowRankConfig",
     "OutProjection",
     "RMSNorm",
     "SwiGLU",

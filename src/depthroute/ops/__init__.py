@@ -4,5 +4,6 @@ from depthroute.ops.depth_attend import depth_attend
 from depthroute.ops.depth_merge import depth_merge
 from depthroute.ops.reference import depth_weights
 from depthroute.ops.rms_norm import rms_norm
+from depthroute.ops.sinkhorn import sinkhorn
 
-__all__ = ["depth_attend", "depth_merge", "depth_weights", "rms_norm"]
+__all__ = ["depth_attend", "depth_merge", "depth_weights", "rms_norm", "sinkhorn"]

@@ -6,16 +6,26 @@ from typing import Any
 from depthroute.config import tagged_union
 from depthroute.residual.attn_res import AttnRes, AttnResConfig, Summary
 from depthroute.residual.base import Cost, Kind, ResidualScheme
+from depthroute.residual.delta import Delta, DeltaConfig
 from depthroute.residual.denseformer import DenseFormer, DenseFormerConfig
+from depthroute.residual.dual import Dual, DualConfig
+from depthroute.residual.hyper import Hyper, HyperConfig
 from depthroute.residual.keys import FromValueKey, ProjectedKey, TailKey
 from depthroute.residual.laurel import Laurel, LaurelConfig
+from depthroute.residual.mudd import Mudd, MuddConfig
+from depthroute.residual.oasis import Oasis, OasisConfig
 from depthroute.residual.prenorm import PreNorm, PreNormConfig
 
 SCHEMES: dict[str, type[ResidualScheme]] = {
     "prenorm": PreNorm,
     "attn_res": AttnRes,
+    "delta": Delta,
     "denseformer": DenseFormer,
+    "dual": Dual,
     "laurel": Laurel,
+    "mudd": Mudd,
+    "hyper": Hyper,
+    "oasis": Oasis,
 }
 """Every scheme by the `name` of its config. To add one, add a line."""
 
@@ -50,12 +60,22 @@ __all__ = [
     "AttnRes",
     "AttnResConfig",
     "Cost",
+    "Delta",
+    "DeltaConfig",
     "DenseFormer",
     "DenseFormerConfig",
+    "Dual",
+    "DualConfig",
     "FromValueKey",
+    "Hyper",
+    "HyperConfig",
     "Kind",
     "Laurel",
     "LaurelConfig",
+    "Mudd",
+    "MuddConfig",
+    "Oasis",
+    "OasisConfig",
     "PreNorm",
     "PreNormConfig",
     "ProjectedKey",

@@ -1,8 +1,8 @@
-"""Attention Residuals: AttnRes full and block, with full-width, sliced or projected keys."""
+"""Attention Residuals: full or block; keys, depth heads and roles of choice."""
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 import torch
@@ -12,7 +12,10 @@ from depthroute.config import config_dataclass
 from depthroute.ops import depth_attend, depth_merge, depth_weights
 from depthroute.ops.scores import accumulation_dtype
 from depthroute.residual.base import Cost, Draw, Kind, Norm, ResidualScheme
+from depthroute.residual.depth_blocks import block_counts, block_ends, block_stops, check_blocks
 from depthroute.residual.keys import KeyConfig, TailKey, build_key
+
+_NUM_ROLES = {"shared": 1, "qk_v": 2, "q_k_v": 3}
 
 
 @config_dataclass
@@ -36,6 +39,10 @@ class AttnResConfig:
             Block j ends after write `ceil(M j / N)`.
         block_ends: Ends of uneven blocks, in writes, e.g. `(24, 48, 72)`; replaces `num_blocks`.
         key: Where a source's routing key comes from, and its rank.
+        heads: H depth heads, >= 1; divides the width and the rank. Head h scores with slice h of
+            the R key columns and mixes slice h of the D value columns; keys are normed uncut.
+        roles: Which inputs of an attention sublayer have a read, and a query, of their own: none;
+            queries with keys, and values; or each of the three.
         summary: Exponents of a block's value and of its count in the logit.
     """
 
@@ -43,13 +50,16 @@ class AttnResConfig:
     num_blocks: int = 8
     block_ends: tuple[int, ...] = ()
     key: KeyConfig = TailKey()
+    heads: int = 1
+    roles: Literal["shared", "qk_v", "q_k_v"] = "shared"
     summary: Summary = Summary()
 
     def __post_init__(self) -> None:
-        if self.num_blocks < 0:
-            raise ValueError(f"num_blocks must be >= 0 (0 is full), got {self.num_blocks}")
-        if any(b <= a for a, b in pairwise((0, *self.block_ends))):
-            raise ValueError(f"block_ends must increase from at least 1, got {self.block_ends}")
+        check_blocks(self.num_blocks, self.block_ends)
+        if self.heads < 1:
+            raise ValueError(f"heads must be >= 1, got {self.heads}")
+        if self.roles not in _NUM_ROLES:
+            raise ValueError(f"roles must be one of {tuple(_NUM_ROLES)}, got {self.roles!r}")
 
 
 class AttnResState(NamedTuple):
@@ -59,21 +69,26 @@ class AttnResState(NamedTuple):
     keys: tuple[Tensor, ...]  # their separate keys [B, T, R]; empty if cut from the values
     partial: Tensor | None  # sum of the open block's writes
     partial_key: Tensor | None
-    ahead: tuple[tuple[Tensor, Tensor], ...] | None  # phase 1: (out, lse) of the block's next reads
+    # phase 1: (out [roles, B, T, D], lse [roles, B, T, H]) of the block's next reads
+    ahead: tuple[tuple[Tensor, Tensor], ...] | None
 
 
 class AttnRes(ResidualScheme):
-    """Replace the residual sum by a softmax over depth with one learned query per read.
+    """Replace the residual sum by a softmax over depth with a learned query per read and role.
 
     `h_t = sum_i softmax_i(<q_t, norm(key_i)>) value_i` over the embedding, the sums of closed
-    blocks and the open block's partial sum. Queries start at zero: a uniform mean. The first read
-    sees the embedding alone and has no query; the last one feeds the final norm.
+    blocks and the open block's partial sum; with heads, separately for each pair of slices. Queries
+    start at zero: a uniform mean. The first read sees the embedding alone and has no query, so it
+    gives one input whatever the roles; the last one feeds the final norm.
 
     Reads run in two phases: when a block's first query comes, one pass over the closed sources
     serves all queries of the block; each read then only merges the partial sum.
 
+    Raises:
+        ValueError: Blocks, rank or heads do not fit the model.
+
     Source: arXiv 2603.15031 (full, block, two phases); arXiv 2607.09694, sections 3.2 to 3.5
-    (low-rank keys).
+    (low-rank keys); arXiv 2607.27230 (heads); arXiv 2608.01075 (roles).
     """
 
     Config = AttnResConfig
@@ -82,17 +97,21 @@ class AttnRes(ResidualScheme):
         self, config: AttnResConfig, *, dim: int, kinds: Sequence[Kind], eps: float
     ) -> None:
         super().__init__(config, dim=dim, kinds=kinds, eps=eps)
-        self.ends = _block_ends(config, len(self.kinds))
-        sizes = [b - a for a, b in pairwise((0, *self.ends))]
-        # after t writes, the last write is number counts[t] of its block
-        self.counts = (0, *(n for size in sizes for n in range(1, size + 1)))
-        # the block that is open at site t, or opens there, closes before site stops[t]
-        spans = zip(sizes, self.ends, strict=True)
-        self.stops = (*(end for size, end in spans for _ in range(size)), len(self.kinds) + 1)
+        self.ends = block_ends(config.num_blocks, config.block_ends, len(self.kinds))
+        self.counts, self.stops = block_counts(self.ends), block_stops(self.ends)
         self.key = build_key(config.key, dim=dim, eps=eps)
         self.emit_dim = self.key.emit_dim
-        # row t serves the read at site t + 1
-        self.query = nn.Parameter(torch.zeros(len(self.kinds), self.key.rank, dtype=torch.float32))
+        if dim % config.heads or self.key.rank % config.heads:
+            raise ValueError(
+                f"heads must divide the model width {dim} and the rank {self.key.rank}, "
+                f"got {config.heads}"
+            )
+        roles = {"attention": _NUM_ROLES[config.roles]}
+        # the inputs that each read gives by a query, sites 0 .. M
+        self.num_roles = (0, *(roles.get(kind, 1) for kind in (*self.kinds, "head")[1:]))
+        # rows starts[t] to starts[t + 1] serve the read at site t
+        self.starts = (0, *accumulate(self.num_roles))
+        self.query = nn.Parameter(torch.zeros(self.starts[-1], self.key.rank, dtype=torch.float32))
 
     @property
     def depth_block_ends(self) -> tuple[int, ...]:
@@ -107,7 +126,7 @@ class AttnRes(ResidualScheme):
     def read(
         self, state: AttnResState, site: int, norm: Norm
     ) -> tuple[tuple[Tensor, ...], AttnResState]:
-        """Mix the sources by the query of `site`."""
+        """Mix the sources by the queries of `site`."""
         if site == 0:
             return (norm(state.values[0]),), state
         ahead = self._read_ahead(state, site) if state.ahead is None else state.ahead
@@ -119,13 +138,14 @@ class AttnRes(ResidualScheme):
                 out,
                 lse,
                 self._value(state.partial, count),
-                self.query[site - 1],
+                self._queries(site, site + 1),
                 key=state.partial_key,
                 key_norm=self.key.norm,
                 eps=self.eps,
                 bias=self.config.summary.beta * math.log(count) or None,
             )
-        return (norm(out.to(state.values[0].dtype)),), state
+        out = out.to(state.values[0].dtype)
+        return tuple(norm(role) for role in out.unbind(0)), state
 
     def write(self, state: AttnResState, site: int, y: Tensor) -> AttnResState:
         """Add to the open block, and close it after its last write."""
@@ -146,18 +166,19 @@ class AttnRes(ResidualScheme):
         return hidden
 
     def weights(self, state: AttnResState, site: int) -> Tensor:
-        """Return the softmax weights `[1, S, B, T, 1]`: embedding, closed blocks, partial sum."""
+        """Return the softmax weights `[roles, S, B, T, H]`: embedding, blocks, partial sum."""
         values, keys = state.values, state.keys
         if site == 0:
-            dtype = accumulation_dtype(values[0].dtype)
-            return values[0].new_ones((1, 1, *values[0].shape[:-1], 1), dtype=dtype)
+            shape = (1, 1, *values[0].shape[:-1], self.config.heads)
+            return values[0].new_ones(shape, dtype=accumulation_dtype(values[0].dtype))
         if state.partial is not None:
             values = (*values, self._value(state.partial, self.counts[site]))
             keys = keys if state.partial_key is None else (*keys, state.partial_key)
         return depth_weights(
             values,
-            self.query[site - 1 : site],
+            self._queries(site, site + 1),
             keys=keys or None,
+            heads=self.config.heads,
             key_norm=self.key.norm,
             eps=self.eps,
             bias=self._bias(len(values), site, values[0]),
@@ -170,14 +191,13 @@ class AttnRes(ResidualScheme):
             draw(parameter)
 
     def cost(self) -> Cost:
-        """Count `(D + R)` multiply-adds per source and read after a write, and the key path."""
-        reads = range(1, len(self.kinds) + 1)
-        num_sources = sum(self._num_sources(t) for t in reads)
+        """Count `(D + R)` multiply-adds per source and query, and the key path."""
+        num_scores = sum(n * self._num_sources(t) for t, n in enumerate(self.num_roles))
         width = self.dim + self.key.rank
         cached = self.dim if isinstance(self.config.key, TailKey) else width  # a tail is a view
         return Cost(
             parameters=sum(p.numel() for p in self.parameters()),
-            multiply_adds=width * num_sources + self.key.multiply_adds(len(self.kinds)),
+            multiply_adds=width * num_scores + self.key.multiply_adds(len(self.kinds)),
             cached=cached * (len(self.ends) + 1),
         )
 
@@ -188,15 +208,21 @@ class AttnRes(ResidualScheme):
         first = state.values[0]
         out, lse = depth_attend(
             state.values,
-            self.query[site - 1 : stop - 1],
+            self._queries(site, stop),
             keys=state.keys or None,
+            heads=self.config.heads,
             key_norm=self.key.norm,
             eps=self.eps,
             bias=self._bias(len(state.values), site, first),
             # a result that will be merged is rounded once, after the merge
             out_dtype=None if alone else accumulation_dtype(first.dtype),
         )
-        return tuple(zip(out.unbind(0), lse.unbind(0), strict=True))
+        num_roles = self.num_roles[site:stop]
+        return tuple(zip(out.split(num_roles), lse.split(num_roles), strict=True))
+
+    def _queries(self, site: int, stop: int) -> Tensor:
+        """Return the query rows of the reads at `site` to `stop - 1`."""
+        return self.query[self.starts[site] : self.starts[stop]]
 
     def _num_sources(self, site: int) -> int:
         """Return how many sources the read at `site` sees."""
@@ -217,21 +243,3 @@ class AttnRes(ResidualScheme):
             dtype=accumulation_dtype(like.dtype),
             device=like.device,
         )
-
-
-def _block_ends(config: AttnResConfig, num_writes: int) -> tuple[int, ...]:
-    """Return after which writes a block closes."""
-    if config.block_ends:
-        if config.block_ends[-1] != num_writes:
-            raise ValueError(
-                f"block_ends must end with the {num_writes} writes of the model, "
-                f"got {config.block_ends}"
-            )
-        return config.block_ends
-    if config.num_blocks > num_writes:
-        raise ValueError(
-            f"num_blocks must be at most the {num_writes} writes of the model (0 is full), "
-            f"got {config.num_blocks}"
-        )
-    blocks = config.num_blocks or num_writes
-    return tuple(math.ceil(num_writes * j / blocks) for j in range(1, blocks + 1))

@@ -51,6 +51,11 @@ class ResidualScheme(nn.Module, ABC):
     Config: ClassVar[type]
     emit_dim: int = 0
     """Extra columns that every sublayer's output projection emits for the scheme."""
+    token_null: bool = False
+    """Whether attention runs Softmax1 and appends its null mass, one column after the emitted ones.
+
+    The null mass of a token is `1 / (1 + sum_j exp(score_j))`, averaged over the attention heads.
+    """
 
     def __init__(self, config: Any, *, dim: int, kinds: Sequence[Kind], eps: float) -> None:
         super().__init__()
@@ -71,7 +76,10 @@ class ResidualScheme(nn.Module, ABC):
 
     @abstractmethod
     def write(self, state: State, site: int, y: Tensor) -> State:
-        """Return the state after sublayer `site` gave `y`, `[B, T, D + emit_dim]`."""
+        """Return the state after sublayer `site` gave `y`, `[B, T, D + emit_dim]`.
+
+        With `token_null`, that of an attention sublayer has one more column.
+        """
 
     @abstractmethod
     def finish(self, state: State, norm: Norm) -> Tensor:
@@ -83,7 +91,7 @@ class ResidualScheme(nn.Module, ABC):
         `site = M` asks for the final read. Reference arithmetic, not a fast path.
 
         Returns:
-            `[roles, S, B, T, H]`, or None for a scheme without depth weights.
+            `[roles, S, B, T, H]`, a null last; None for a scheme or a site without depth weights.
         """
         return None
 

@@ -58,6 +58,8 @@ class FromValueKey:
 
 
 KeyConfig = tagged_union(TailKey, ProjectedKey, FromValueKey)
+ValueKeyConfig = tagged_union(TailKey, FromValueKey)
+"""The keys that follow from the value alone, for schemes that widen no output projection."""
 
 
 class Key(nn.Module, ABC):

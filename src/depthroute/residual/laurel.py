@@ -1,6 +1,7 @@
 """LAuReL: residual connections with learned weights, a low-rank part and previous activations."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 import torch
@@ -77,10 +78,13 @@ class Laurel(ResidualScheme):
         if self.kinds and config.previous > count:
             raise ValueError(f"previous must be at most {count} connections, got {config.previous}")
         self.window = window
+        # connection i has a term, a row of A, B and g, for each of the activations that exist
+        self.starts = (0, *accumulate(min(window, i + 1) for i in range(count)))
+        num_terms = self.starts[-1]
         self.balance = _parameter(config.balance == "softmax", 2, count)  # logits of new and old
-        self.down = _parameter(rank > 0, count, window, rank, dim)  # A
-        self.up = _parameter(rank > 0, count, window, dim, rank)  # B
-        self.gain = _parameter(config.previous > 0, count, window)  # g
+        self.down = _parameter(rank > 0, num_terms, rank, dim)  # A
+        self.up = _parameter(rank > 0, num_terms, dim, rank)  # B
+        self.gain = _parameter(config.previous > 0, num_terms, 1)  # g
         self.init_weights()
 
     def forward(self, x: Tensor) -> LaurelState:
@@ -114,7 +118,7 @@ class Laurel(ResidualScheme):
         if self.down is not None:
             rank = self.config.rank
             for row in range(rank):
-                self.down[..., row, row::rank] = (rank * self.dim) ** -0.5
+                self.down[:, row, row::rank] = (rank * self.dim) ** -0.5
             if self.gain is not None:
                 self.gain.fill_(1.0)
 
@@ -132,18 +136,19 @@ class Laurel(ResidualScheme):
         """Return the activation after connection `i`, summed in float32 and rounded once."""
         new, old = (x.to(accumulation_dtype(x.dtype)) for x in (written, recent[0]))
         if self.up is not None or self.gain is not None:
-            old = sum((self._term(x, i, j) for j, x in enumerate(recent)), start=old)
+            terms = range(self.starts[i], self.starts[i + 1])
+            old = sum((self._term(x, j) for j, x in zip(terms, recent, strict=True)), start=old)
         if self.balance is not None:
             a, b = 2 * self.balance[:, i].softmax(0)
             new, old = a * new, b * old
         return (new + old).to(written.dtype)
 
-    def _term(self, x: Tensor, i: int, j: int) -> Tensor:
-        """Return `g B A x` of connection `i` for the activation `j` connections ago."""
+    def _term(self, x: Tensor, term: int) -> Tensor:
+        """Return `g B A x` by the parameters of a term."""
         if self.up is not None and self.down is not None:
-            low = F.linear(x, self.down[i, j].to(x.dtype))
-            x = F.linear(low, self.up[i, j].to(x.dtype))
-        return x if self.gain is None else self.gain[i, j] * x.to(accumulation_dtype(x.dtype))
+            low = F.linear(x, self.down[term].to(x.dtype))
+            x = F.linear(low, self.up[term].to(x.dtype))
+        return x if self.gain is None else self.gain[term] * x.to(accumulation_dtype(x.dtype))
 
 
 def _parameter(present: bool, *shape: int) -> nn.Parameter | None:

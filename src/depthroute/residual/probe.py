@@ -20,9 +20,9 @@ class Probe(ResidualScheme):
     Args:
         scheme: Does all the work.
         sink: Called as `sink(site, weights)` before each read, the final one (site M) included;
-            `weights` is `[roles, S, B, T, H]`, without gradient. Never called for a scheme without
-            depth weights; called again where activation checkpointing recomputes. None leaves the
-            weights uncomputed.
+            `weights` is `[roles, S, B, T, H]`, without gradient. Never called for a scheme or a
+            site without depth weights; called again where activation checkpointing recomputes.
+            None leaves the weights uncomputed.
         reads: Called as `reads(site, inputs)` after each read, the final one included, with what
             it returned: the normed inputs, one `[B, T, D]` per role, with their gradient.
     """
@@ -32,7 +32,7 @@ class Probe(ResidualScheme):
     ) -> None:
         super().__init__(scheme.config, dim=scheme.dim, kinds=scheme.kinds, eps=scheme.eps)
         self.scheme, self.sink, self.reads = scheme, sink, reads
-        self.emit_dim = scheme.emit_dim
+        self.emit_dim, self.token_null = scheme.emit_dim, scheme.token_null
 
     @property
     def depth_block_ends(self) -> tuple[int, ...]:

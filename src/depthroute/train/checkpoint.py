@@ -55,7 +55,12 @@ def save_checkpoint(
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints, oldest first, by the number of their step."""
     found = [p for p in folder.glob("step_*") if _NAME.fullmatch(p.name)] if folder.exists() else []
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+    return sorted(found, key=checkpoint_step)
+
+
+def checkpoint_step(path: Path) -> int:
+    """Return the steps done at a checkpoint."""
+    return int(path.name.removeprefix("step_"))
 
 
 def newest_checkpoint(run: Path) -> Path:

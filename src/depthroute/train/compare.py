@@ -76,7 +76,7 @@ class Outcome(NamedTuple):
     tokens_per_s: float  # median over steps and seeds
     mean_grad_norm: float  # mean over steps and seeds, before the clip
     effective_sources: float | None  # mean over reads; None without depth weights
-    peak_memory_gib: float | None  # CUDA only
+    peak_memory_gib: float | None  # None where it is not known
     sample: str  # a continuation, first seed
 
 
@@ -206,8 +206,8 @@ def _look(
     run: RunConfig, path: Path, dataset: TokenDataset, config: CompareConfig
 ) -> tuple[DepthRecord | None, str]:
     """Record the depth weights of a trained model and sample from it."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_model(path, device=str(device))
+    device, _ = run.train.placement()
+    model = load_model(path, device=device)
     windows = validation_windows(
         dataset.split("val"),
         context=run.data.context,

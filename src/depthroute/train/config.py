@@ -2,6 +2,8 @@
 
 from typing import Literal
 
+import torch
+
 from depthroute.config import config_dataclass
 from depthroute.models import ModelConfig
 from depthroute.models.compile import CompileMode
@@ -48,6 +50,8 @@ class TrainConfig:
         device: "auto" takes CUDA if there is one.
         compute_dtype: Of activations and products; weights stay float32. "auto" is bfloat16 on
             CUDA, float32 elsewhere.
+        deterministic: Ask torch for gradients in a fixed order of addition, so that a run on CUDA
+            can be repeated bit for bit; slower there. A CPU always is.
         compile: Nothing, each sublayer, or the whole decoder.
         checkpointing: What the backward pass recomputes; see `Decoder`.
         loss_chunk_tokens: Tokens whose logits exist at a time.
@@ -64,6 +68,7 @@ class TrainConfig:
     init_from: str | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    deterministic: bool = False
     compile: CompileMode = "none"
     checkpointing: Checkpointing = "none"
     loss_chunk_tokens: int = 4096
@@ -84,6 +89,21 @@ class TrainConfig:
             raise ValueError(
                 f"micro_batch_size must divide batch_size={self.batch_size}, got {micro}"
             )
+
+    def placement(self) -> tuple[torch.device, torch.dtype]:
+        """Return the device and the compute dtype on this machine.
+
+        Raises:
+            ValueError: CUDA is asked for and there is none.
+        """
+        cuda = torch.cuda.is_available()
+        device = self.device if self.device != "auto" else "cuda" if cuda else "cpu"
+        if device == "cuda" and not cuda:
+            raise ValueError('train.device is "cuda" but torch sees no CUDA device')
+        dtype = self.compute_dtype
+        if dtype == "auto":
+            dtype = "bfloat16" if device == "cuda" else "float32"
+        return torch.device(device), getattr(torch, dtype)
 
 
 @config_dataclass

@@ -19,8 +19,14 @@ from depthroute.config import dump, load
 from depthroute.data import TokenDataset
 from depthroute.files import write_text
 from depthroute.models import CausalLM
-from depthroute.train.checkpoint import load_weights, newest_checkpoint
+from depthroute.train.checkpoint import (
+    checkpoint_step,
+    list_checkpoints,
+    load_weights,
+    newest_checkpoint,
+)
 from depthroute.train.config import RunConfig
+from depthroute.train.validate import Validation
 
 
 class RunFolder:
@@ -46,13 +52,23 @@ class RunFolder:
             )
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         write_text(settings, text)
-        write_text(self.path / "environment.json", json.dumps(environment(), indent=1) + "\n")
 
     def start(self, step: int) -> None:
-        """Forget metrics of steps that a killed run did beyond its last checkpoint."""
+        """Note where it runs; forget metrics of a killed run's steps beyond its checkpoint."""
+        write_text(self.path / "environment.json", json.dumps(environment(), indent=1) + "\n")
         lines = self.metrics.read_text().splitlines() if self.metrics.exists() else []
         kept = [line for line in map(_parse, lines) if line and line["step"] <= step]
         write_text(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
+
+    def finished(self, steps: int) -> Validation | None:
+        """Return the last validation of a run that is complete, else None."""
+        found = list_checkpoints(self.checkpoints)
+        if not found or checkpoint_step(found[-1]) != steps:
+            return None
+        for record in reversed(RunFolder.read(self.path)):
+            if record["step"] == steps and "val/loss_nats" in record:
+                return Validation.from_record(record)
+        return None
 
     def log(self, records: list[dict[str, Any]]) -> None:
         """Append records to `metrics.jsonl`."""
@@ -93,8 +109,8 @@ def resolve(config: RunConfig, dataset: TokenDataset) -> RunConfig:
     return replace(config, model=replace(config.model, vocab_size=size))
 
 
-def load_model(folder: str | Path, *, device: str = "cpu") -> CausalLM:
-    """Load the newest checkpoint of a run.
+def load_model(folder: str | Path, *, device: torch.device | str = "cpu") -> CausalLM:
+    """Load the newest checkpoint of a run, in float32.
 
     Args:
         folder: A run folder.

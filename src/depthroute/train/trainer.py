@@ -29,7 +29,9 @@ from depthroute.train.checkpoint import (
     newest_checkpoint,
     save_checkpoint,
 )
-from depthroute.train.config import RunConfig, TrainConfig
+from depthroute.train.config import RunConfig
+from depthroute.train.determinism import determinism
+from depthroute.train.memory import PeakMemory
 from depthroute.train.report import Reporter
 from depthroute.train.run import RunFolder, open_dataset, resolve
 from depthroute.train.signals import StopRequest
@@ -50,8 +52,9 @@ def train(config: RunConfig, *, reporter: Reporter | None = None) -> RunResult:
 
     The objective of a step is `(sum CE + z_loss * sum lse^2) / tokens` over the global batch, in
     micro-batches; what is reported is pure cross-entropy. A continued run equals an uninterrupted
-    one bit for bit on a CPU; on CUDA, torch's own gradients vary in rounding from run to run. The
-    first SIGINT or SIGTERM saves and stops.
+    one bit for bit on a CPU; on CUDA that takes `train.deterministic`, since some of torch's own
+    gradients vary in rounding from run to run. The first SIGINT or SIGTERM saves and stops. A run
+    that is complete is not done again: what it measured is read from its folder.
 
     Args:
         config: The run; `out` is made, or must hold a run of the same settings.
@@ -64,9 +67,12 @@ def train(config: RunConfig, *, reporter: Reporter | None = None) -> RunResult:
     dataset = open_dataset(config.data.path)
     config = resolve(config, dataset)
     folder = RunFolder(config)
+    if finished := folder.finished(config.train.steps):
+        return RunResult(folder.path, config.train.steps, finished, None)
     with (
         reporter or Reporter(folder.path.name, config.train.steps) as report,
         StopRequest() as stop,
+        determinism(config.train.deterministic),
     ):
         trainer = _Trainer(config, dataset)
         step = trainer.resume(folder, report)
@@ -86,7 +92,7 @@ def train(config: RunConfig, *, reporter: Reporter | None = None) -> RunResult:
             with trainer.clock_stopped():
                 if validating:
                     validation = trainer.validate()
-                    folder.log([_validation_record(step, validation)])
+                    folder.log([validation.record(step)])
                     report.say(_describe(report.title, step, validation))
                 if saving:
                     save_checkpoint(
@@ -96,11 +102,9 @@ def train(config: RunConfig, *, reporter: Reporter | None = None) -> RunResult:
                         trainer.optimizers,
                         keep=config.train.keep_checkpoints,
                     )
-        if step < config.train.steps:
-            validation = None
-        elif validation is None:  # the run was already complete
-            validation = trainer.validate()
-        return RunResult(folder.path, step, validation, stopped_by)
+        return RunResult(
+            folder.path, step, validation if step == config.train.steps else None, stopped_by
+        )
 
 
 class _Trainer:
@@ -108,7 +112,8 @@ class _Trainer:
 
     def __init__(self, config: RunConfig, dataset: TokenDataset) -> None:
         self.config = config
-        self.device, dtype = _placement(config.train)
+        self.device, dtype = config.train.placement()
+        self.memory = PeakMemory(self.device)
         random.seed(config.train.seed)
         torch.manual_seed(config.train.seed)
         self.model = CausalLM(config.model, seed=config.train.seed).to(self.device)
@@ -197,6 +202,7 @@ class _Trainer:
             for record in self.pending
         ]
         seconds = (time.perf_counter() - self.flushed_at) / len(records)
+        peak = self.memory.gib()
         per_step = records[-1]["train/tokens"] // records[-1]["step"]
         for record in records:
             if not math.isfinite(record["train/loss_nats"] + record["train/grad_norm"]):
@@ -206,8 +212,8 @@ class _Trainer:
                 )
             record["perf/step_s"] = seconds
             record["perf/tokens_per_s"] = per_step / seconds
-            if self.device.type == "cuda":
-                record["perf/peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            if peak is not None:
+                record["perf/peak_memory_gib"] = peak
         last = records[-1]
         report.step(
             last["step"],
@@ -237,30 +243,8 @@ class _Trainer:
         )
 
 
-def _placement(config: TrainConfig) -> tuple[torch.device, torch.dtype]:
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError('train.device is "cuda" but torch sees no CUDA device')
-    dtype = config.compute_dtype
-    if dtype == "auto":
-        dtype = "bfloat16" if device == "cuda" else "float32"
-    return torch.device(device), getattr(torch, dtype)
-
-
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _validation_record(step: int, validation: Validation) -> dict[str, Any]:
-    return {
-        "step": step,
-        "val/loss_nats": validation.loss_nats,
-        "val/perplexity": validation.perplexity,
-        "val/bits_per_byte": validation.bits_per_byte,
-        "val/tokens": validation.tokens,
-    }
 
 
 def _describe(title: str, step: int, validation: Validation) -> str:

@@ -1,7 +1,7 @@
 """Validation on a fixed token set."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +21,21 @@ class Validation(NamedTuple):
     def perplexity(self) -> float:
         """Return `exp(loss)`."""
         return math.exp(self.loss_nats)
+
+    def record(self, step: int) -> dict[str, Any]:
+        """Return the record of `metrics.jsonl`."""
+        return {
+            "step": step,
+            "val/loss_nats": self.loss_nats,
+            "val/perplexity": self.perplexity,
+            "val/bits_per_byte": self.bits_per_byte,
+            "val/tokens": self.tokens,
+        }
+
+    @classmethod
+    def from_record(cls, record: dict[str, Any]) -> "Validation":
+        """Return what `record` was made of."""
+        return cls(record["val/loss_nats"], record["val/bits_per_byte"], record["val/tokens"])
 
 
 @torch.no_grad()

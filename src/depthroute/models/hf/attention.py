@@ -19,14 +19,22 @@ MASK_CACHE = next(n for n in _NAMES if n in inspect.signature(create_causal_mask
 OUTPUT_CACHE = next(n for n in _NAMES if n in BaseModelOutputWithPast.__dataclass_fields__)
 
 
-class _Site(NamedTuple):
+class _Caller(NamedTuple):
     """What an attention function may ask of the module that calls it."""
 
-    layer_idx: int
-    num_key_value_groups: int
     config: Any
+    num_key_value_groups: int = 1  # keys and values come repeated
     is_causal: bool = True
     training: bool = False
+
+
+class _Cache(NamedTuple):
+    """A cache of transformers, in this package's form."""
+
+    cache: Cache
+
+    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        return self.cache.update(key, value, layer)
 
 
 def positions(
@@ -64,7 +72,8 @@ def transformers_context(
     attention_mask: Tensor | None,
     position_ids: Tensor | None,
     cache: Cache | None,
-    attentions: dict[int, Tensor] | None,
+    token_null: bool,
+    attentions: list[Tensor] | None,
 ) -> AttentionContext:
     """Prepare a context whose attention is that of `config._attn_implementation`.
 
@@ -76,17 +85,18 @@ def transformers_context(
         position_ids: `[1 or B, T]`; where they restart in a row, without mask and past, a packed
             document begins.
         cache: Past keys and values, extended in place.
-        attentions: Filled with the softmax weights `[B, heads, T, past + T]` by layer; None leaves
-            them alone.
+        token_null: Whether attention runs Softmax1, which needs a mask of its own.
+        attentions: Gets the weights `[B, heads, T, past + T]` of each layer, in order; the null
+            is one more column, the first. None leaves them alone.
 
     Raises:
         ValueError: Weights are asked of an attention function that does not return them, or
             positions or mask have another shape.
     """
-    if attentions is not None and config._attn_implementation != "eager":
+    implementation, tokens = config._attn_implementation, x.shape[1]
+    if attentions is not None and implementation != "eager":
         raise ValueError(
-            'output_attentions needs attn_implementation="eager", '
-            f"got {config._attn_implementation!r}"
+            f'output_attentions needs attn_implementation="eager", got "{implementation}"'
         )
     places = positions(x, attention_mask, position_ids, cache)
     # documents are told apart only without a cache; an empty one that grows changes no mask
@@ -96,25 +106,21 @@ def transformers_context(
         inputs_embeds=x,
         attention_mask=attention_mask,
         position_ids=places if position_ids is not None else None,
+        allow_is_causal_skip=not token_null,
         **{MASK_CACHE: None if grows else cache},
     )
-    attend_with = ALL_ATTENTION_FUNCTIONS.get_interface(
-        config._attn_implementation, eager_attention
-    )
-    groups = config.num_attention_heads // config.num_key_value_heads
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if cache is not None:
-            k, v = cache.update(k, v, layer)
-        site = _Site(layer, groups, config)
-        out, weights = attend_with(site, q, k, v, mask, scaling=config.head_dim**-0.5, dropout=0.0)
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+        scaling = q.shape[-1] ** -0.5 if scale is None else scale
+        out, weights = function(_Caller(config), q, k, v, mask, scaling=scaling, dropout=0.0)
         if attentions is not None:
-            attentions[layer] = weights
-        return out
+            attentions.append(weights[:, :, -tokens:])
+        return out.transpose(1, 2)
 
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     turn = rotation(places, config.head_dim, config.rope_theta, wide)
-    return AttentionContext(turn, attend=attend)
+    return AttentionContext(turn, mask, None, None if cache is None else _Cache(cache), attend)
 
 
 def eager_attention(
@@ -128,8 +134,6 @@ def eager_attention(
     dropout: float,
 ) -> tuple[Tensor, Tensor]:
     """Attend by explicit products; returns `[B, T, heads, head_dim]` and the weights."""
-    key = key.repeat_interleave(module.num_key_value_groups, dim=1)
-    value = value.repeat_interleave(module.num_key_value_groups, dim=1)
     scores = query @ key.mT * scaling
     if attention_mask is not None:
         scores = scores + attention_mask

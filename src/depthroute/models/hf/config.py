@@ -27,7 +27,7 @@ _REQUIRED = (
 
 
 class DepthRouteConfig(PreTrainedConfig):
-    """The fields of `ModelConfig`, with the residual scheme as a nested dictionary.
+    """The fields of `ModelConfig`, with configs inside it as nested dictionaries.
 
     Args:
         vocab_size: Rows of the embedding, >= 1.
@@ -66,6 +66,7 @@ class DepthRouteConfig(PreTrainedConfig):
     init_std: float = 0.02
     tie_word_embeddings: bool = False
     residual: dict[str, Any] | None = None
+    low_rank: dict[str, Any] | None = None
     max_position_embeddings: int | None = None
     use_cache: bool = True
     pad_token_id: int | None = None
@@ -84,6 +85,7 @@ class DepthRouteConfig(PreTrainedConfig):
             self.residual = {"name": "prenorm"}
         model = self.model_config()
         self.residual = to_dict(model.residual)
+        self.low_rank = None if model.low_rank is None else to_dict(model.low_rank)
         self.num_key_value_heads, self.head_dim = model.kv_heads, model.head_width
         self._check_ids()
         kwargs["auto_map"] = {

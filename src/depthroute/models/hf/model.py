@@ -11,7 +11,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from depthroute.models.decoder import Decoder
 from depthroute.models.hf.attention import OUTPUT_CACHE, transformers_context
 from depthroute.models.hf.config import DepthRouteConfig
-from depthroute.nn import Linear
+from depthroute.nn import DuplicatedLatentLinear, Linear
 from depthroute.residual.base import ResidualScheme
 from depthroute.residual.probe import Probe
 
@@ -88,8 +88,8 @@ class DepthRoutePreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Initialise the parameters that no checkpoint gave; a scheme decides about its own."""
 
-        def draw(parameter: nn.Parameter) -> None:
-            nn.init.normal_(parameter, std=self.config.init_std)  # skips those that were loaded
+        def draw(parameter: nn.Parameter, std: float = self.config.init_std) -> None:
+            nn.init.normal_(parameter, std=std)  # skips those that were loaded
 
         scheme = self.model.residual
         if any(module is part for part in scheme.modules()):  # it knows its parts, not they it
@@ -101,6 +101,8 @@ class DepthRoutePreTrainedModel(PreTrainedModel):
             scheme.init_weights(draw)
             for parameter, value in loaded.items():
                 parameter.copy_(value)
+        elif isinstance(module, DuplicatedLatentLinear):
+            module.init_weights(draw)
         elif isinstance(module, Linear | nn.Linear | nn.Embedding):
             for parameter in module.parameters(recurse=False):
                 draw(parameter)
@@ -127,7 +129,7 @@ class DepthRoutePreTrainedModel(PreTrainedModel):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         shown = _Shown(
             reads={} if _asked(output_hidden_states, self.config.output_hidden_states) else None,
-            attentions={} if _asked(output_attentions, self.config.output_attentions) else None,
+            attentions=[] if _asked(output_attentions, self.config.output_attentions) else None,
             weights={} if output_depth_weights else None,
         )
         context = transformers_context(
@@ -136,6 +138,7 @@ class DepthRoutePreTrainedModel(PreTrainedModel):
             attention_mask=attention_mask,
             position_ids=position_ids,
             cache=cache,
+            token_null=self.model.residual.token_null,
             attentions=shown.attentions,
         )
         # products follow the dtype of x by themselves; autocast would take routing with them
@@ -146,7 +149,7 @@ class DepthRoutePreTrainedModel(PreTrainedModel):
             OUTPUT_CACHE: None if use_cache is False else cache,
             # reads of attention sublayers, and the last one
             "hidden_states": None if shown.reads is None else tuple(shown.reads.values())[::2],
-            "attentions": None if shown.attentions is None else tuple(shown.attentions.values()),
+            "attentions": None if shown.attentions is None else tuple(shown.attentions),
             "depth_weights": tuple(shown.weights.values()) if shown.weights else None,
         }
 
@@ -164,7 +167,7 @@ class _Shown(NamedTuple):
     """What a pass is to show, by site or layer; None for what it need not."""
 
     reads: dict[int, Tensor] | None
-    attentions: dict[int, Tensor] | None
+    attentions: list[Tensor] | None
     weights: dict[int, Tensor] | None
 
     def by(self, scheme: ResidualScheme) -> ResidualScheme:
