@@ -126,7 +126,7 @@ def test_a_failed_export_leaves_nothing(run, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == before
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", ["prenorm", "p_lr", "denseformer", "oasis_depth_null"])
 def test_a_model_survives_the_round_trip(tmp_path, name):
     model = tiny_model(VARIANTS[name])
     to_hugging_face(model).save_pretrained(tmp_path / "hf")
