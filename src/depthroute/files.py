@@ -1,6 +1,7 @@
-"""Files that appear whole or not at all."""
+"""Files and folders that appear whole or not at all."""
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,3 +33,21 @@ def write_text(path: Path, text: str) -> None:
     """Write UTF-8 text in place of a file."""
     with replacing(path) as file:
         file.write(text.encode())
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Give an empty folder to fill, which becomes `path` once it is whole.
+
+    Raises:
+        FileExistsError: `path` exists.
+    """
+    if path.exists():
+        raise FileExistsError(f"{path} exists; delete it or choose another folder")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

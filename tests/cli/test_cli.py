@@ -61,7 +61,14 @@ def test_doctor_shows_versions_and_optional_packages(call):
     lines = dict(line.split(": ", 1) for line in out.splitlines())
     assert lines["depthroute"] == depthroute.__version__
     assert lines["torch"] == torch.__version__
-    assert {"tokenizers", "tiktoken", "pyarrow", "matplotlib", "triton"} <= lines.keys()
+    assert {
+        "tokenizers",
+        "tiktoken",
+        "pyarrow",
+        "matplotlib",
+        "triton",
+        "transformers",
+    } <= lines.keys()
 
 
 def test_text_becomes_a_dataset_a_run_and_a_continuation(call, run_file, tmp_path):
@@ -89,6 +96,36 @@ def test_text_becomes_a_dataset_a_run_and_a_continuation(call, run_file, tmp_pat
     assert call("generate", run, "once", "tokens=6", "top_k=1", "seed=1") == greedy
     assert call("generate", run, "tokens=0").out == "\n"  # no prompt, no tokens
     assert call("generate", run, "a = b", "tokens=0").out == "a = b\n"
+
+
+def test_a_run_goes_to_hugging_face_and_back(call, run_file, tmp_path):
+    pytest.importorskip("transformers")
+    run, folder, start = tmp_path / "run", tmp_path / "hf", tmp_path / "start"
+    assert call("train", run_file).status == 0
+    said = call("export", run, folder, "license=mit", "--with-code")
+    assert (said.status, said.out) == (0, f"made {folder}\n")
+    assert "license: mit" in (folder / "README.md").read_text()
+    assert (folder / "depthroute_models_decoder.py").exists()
+    assert_mistake(call("export", run, folder), "exists")
+    said = call("import", folder, start)
+    assert said.status == 0
+    assert said.out.splitlines()[0] == f"made {start}"
+    base = tomllib.loads(run_file.read_text())
+    data = [f"data.{key}={json.dumps(value)}" for key, value in base["data"].items()]
+    file = start / "start.toml"
+    more = call(
+        "train", file, *data, f"out={tmp_path / 'more'}", "train.steps=1", "train.batch_size=2"
+    )
+    assert more.status == 0
+    assert f"starting with the weights of {start}" in more.out
+
+
+def test_wrong_exports_are_refused(call, tmp_path):
+    pytest.importorskip("transformers")
+    assert_mistake(call("export", tmp_path / "none", tmp_path / "out"), "none is no run folder")
+    assert_mistake(call("export", tmp_path, tmp_path / "out", "licence=mit"), "license")
+    assert_mistake(call("import", tmp_path, tmp_path / "out"), "no Hugging Face folder")
+    assert not (tmp_path / "out").exists()
 
 
 def test_account_counts_the_model_of_a_run(call, run_file):

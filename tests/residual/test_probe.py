@@ -75,6 +75,20 @@ def test_a_read_is_seen_before_it_happens() -> None:
 
 
 @variants
+def test_reads_are_shown_as_the_sublayers_get_them(config: Any) -> None:
+    model = tiny_model(config)
+    got: list[tuple[Tensor, ...]] = []
+    for layer in model.model.layers:
+        for sublayer in (layer.self_attn, layer.mlp):
+            sublayer.register_forward_pre_hook(lambda _, inputs: got.append(inputs))
+    shown: dict[int, Any] = {}
+    hidden = model.model(_ids(), residual=Probe(model.model.residual, reads=shown.__setitem__))
+    assert list(shown) == list(range(NUM_WRITES + 1))
+    for site, inputs in enumerate([*got, (hidden,)]):
+        assert all(a is b for a, b in zip(shown[site], inputs, strict=True)), site
+
+
+@variants
 def test_everything_else_is_the_schemes(config: Any) -> None:
     model = tiny_model(config)
     scheme = model.model.residual

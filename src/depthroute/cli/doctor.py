@@ -13,6 +13,7 @@ _OPTIONAL = {
     "pyarrow": "data",
     "matplotlib": "plot",
     "triton": "gpu",
+    "transformers": "hf",
 }
 
 

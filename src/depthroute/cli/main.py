@@ -99,6 +99,41 @@ def generate(
 
 
 @app.command()
+def export(
+    run: Annotated[str, typer.Argument(help="Run folder.", metavar="RUN")],
+    out: Annotated[str, typer.Argument(help="Hugging Face folder to make.", metavar="OUT")],
+    settings: Annotated[
+        list[str] | None, typer.Argument(help="license=apache-2.0", metavar="KEY=VALUE ...")
+    ] = None,
+    with_code: Annotated[
+        bool,
+        typer.Option("--with-code", help="Add the code, for places without depthroute."),
+    ] = False,
+) -> None:
+    """Write the newest checkpoint of a run as a Hugging Face folder.
+
+    Example: depthroute export runs/demo/s_lr-seed0 s_lr license=apache-2.0
+    """
+    from depthroute.cli.hugging_face import run_export
+
+    _say(run_export(run, out, settings or [], with_code=with_code))
+
+
+@app.command("import")
+def import_(
+    folder: Annotated[str, typer.Argument(help="Hugging Face folder.", metavar="FOLDER")],
+    out: Annotated[str, typer.Argument(help="Folder to make.", metavar="OUT")],
+) -> None:
+    """Make a Hugging Face folder the start of a run.
+
+    Example: depthroute import s_lr started, then depthroute train started/start.toml ...
+    """
+    from depthroute.cli.hugging_face import run_import
+
+    _say(run_import(folder, out))
+
+
+@app.command()
 def account(
     settings: Settings = None,
     paper: Annotated[

@@ -77,6 +77,10 @@ class HuggingFaceTokenizer:
             table[i] = 0 if token.special else len(token.content.encode())
         return table
 
+    def to_json(self) -> str:
+        """Return the content of its `tokenizer.json`."""
+        return self._text
+
     def save(self, folder: str | Path) -> None:
         """See `Tokenizer`."""
         (Path(folder) / JSON_FILE).write_text(self._text, encoding="utf-8")

@@ -50,11 +50,10 @@ class TiktokenTokenizer:
         if missing:
             raise ValueError(f"{name}: {missing} of the 256 single bytes have no rank")
         self.name = name
-        self._settings = {"pattern": pattern, "special_tokens": dict(special_tokens)}
-        self._ranks = dict(ranks)
+        self.pattern, self.ranks, self.special_tokens = pattern, dict(ranks), dict(special_tokens)
         self._bytes = {rank: token for token, rank in ranks.items()}
         self._encoding = tiktoken.Encoding(
-            name, pat_str=pattern, mergeable_ranks=self._ranks, special_tokens=dict(special_tokens)
+            name, pat_str=pattern, mergeable_ranks=self.ranks, special_tokens=self.special_tokens
         )
         self.vocab_size = max(*ranks.values(), *special_tokens.values()) + 1
         self.end_id = special_tokens[END_TOKEN]
@@ -78,7 +77,7 @@ class TiktokenTokenizer:
     def token_bytes(self) -> np.ndarray | None:
         """See `Tokenizer`."""
         table = np.zeros(self.vocab_size, dtype=np.uint16)
-        for token, rank in self._ranks.items():
+        for token, rank in self.ranks.items():
             table[rank] = len(token)
         return table
 
@@ -86,10 +85,16 @@ class TiktokenTokenizer:
         """See `Tokenizer`."""
         lines = [
             base64.b64encode(token) + b" %d\n" % rank
-            for token, rank in sorted(self._ranks.items(), key=lambda item: item[1])
+            for token, rank in sorted(self.ranks.items(), key=lambda item: item[1])
         ]
         (Path(folder) / RANKS_FILE).write_bytes(b"".join(lines))
-        write_info(folder, kind="tiktoken", name=self.name, **self._settings)
+        write_info(
+            folder,
+            kind="tiktoken",
+            name=self.name,
+            pattern=self.pattern,
+            special_tokens=self.special_tokens,
+        )
 
 
 def tiktoken_from_spec(spec: str) -> TiktokenTokenizer:

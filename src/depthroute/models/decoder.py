@@ -120,9 +120,7 @@ class Decoder(nn.Module):
         """
         if ids.ndim != 2 or ids.is_floating_point():
             raise ValueError(f"ids must be integers [B, T], got {ids.dtype} {tuple(ids.shape)}")
-        residual = residual or self.residual
-        x = self.embed_tokens(ids)
-        x = x.to(self.compute_dtype or x.dtype)
+        x = self.embed(ids)
         context = attention_context(
             x,
             head_dim=self.config.head_width,
@@ -130,6 +128,27 @@ class Decoder(nn.Module):
             documents=documents,
             cache=cache,
         )
+        hidden = self.from_embeddings(x, context, residual=residual)
+        if cache is not None:
+            cache.advance(ids.shape[1])
+        return hidden
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Return the embeddings `[B, T, D]` of tokens `[B, T]`, in the compute dtype."""
+        x = self.embed_tokens(ids)
+        return x.to(self.compute_dtype or x.dtype)
+
+    def from_embeddings(
+        self, x: Tensor, context: AttentionContext, *, residual: ResidualScheme | None = None
+    ) -> Tensor:
+        """Return the normed hidden states `[B, T, D]` of embeddings `[B, T, D]`.
+
+        Args:
+            x: Embeddings, in the dtype that every product is to have.
+            context: Positions, and what attention needs to know.
+            residual: A scheme to use in place of the model's own.
+        """
+        residual = residual or self.residual
         state = residual(x)
         for layers in self._groups():
             if self.checkpointing == "none" or not torch.is_grad_enabled():
@@ -144,8 +163,6 @@ class Decoder(nn.Module):
                     use_reentrant=False,
                     preserve_rng_state=False,
                 )
-        if cache is not None:
-            cache.advance(ids.shape[1])
         return residual.finish(state, self.norm)
 
     def _groups(self) -> Iterator[list[DecoderLayer]]:

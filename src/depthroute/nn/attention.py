@@ -103,6 +103,8 @@ def attend(
     Returns:
         `[B, heads, T, head_dim]`.
     """
+    if context.attend is not None:
+        return context.attend(q, k, v, context.mask, scale)
     if context.documents is not None:
         run = _attend_varlen if q.is_cuda else _attend_each
         return run(q, k, v, context.documents, scale)
@@ -132,7 +134,8 @@ def attend_or_null(
     if context.documents is not None:
         return _attend_or_null_each(q, k, v, context)
     if context.mask is not None:
-        context = context._replace(mask=F.pad(context.mask, (1, 0, 1, 0), value=True))
+        visible = float(context.mask.dtype == torch.bool)  # other masks are added to scores
+        context = context._replace(mask=F.pad(context.mask, (1, 0, 1, 0), value=visible))
     q, k, v = (F.pad(x, (0, _NULL_COLUMNS, 1, 0)) for x in (q, k, v))
     v[:, :, 0, width] = 1.0
     out = attend(q, k, v, context, scale=width**-0.5)[:, :, 1:]

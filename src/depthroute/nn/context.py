@@ -1,6 +1,7 @@
 """What attention needs to know beside its inputs, prepared once for all layers."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -34,13 +35,27 @@ class Documents(NamedTuple):
         return [n for n in self.cu_seqlens.diff().tolist() if n]
 
 
+class Cache(Protocol):
+    """Keys and values of past tokens, in whatever form."""
+
+    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Store new keys and values `[B, heads, T, head_dim]` of a layer and return all so far."""
+        ...
+
+
+# queries, keys, values [B, heads, T, head_dim], mask, scale of the scores or None
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, float | None], Tensor]
+
+
 class AttentionContext(NamedTuple):
     """Positions, document boundaries and cache of one forward pass."""
 
     rotation: Rotation
-    mask: Tensor | None = None  # boolean [1 or B, 1, T, T'], True where attention may look
+    # boolean [1 or B, 1, T, T'], True where attention may look; or what `attend` takes
+    mask: Tensor | None = None
     documents: Documents | None = None  # given where attention runs document by document
-    cache: KVCache | None = None
+    cache: Cache | None = None
+    attend: Attend | None = None  # attends in place of this package
 
 
 def attention_context(

@@ -63,6 +63,18 @@ def checkpoint_step(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
+def newest_checkpoint(run: Path) -> Path:
+    """Return the newest complete checkpoint of a run folder.
+
+    Raises:
+        ValueError: It has none.
+    """
+    found = list_checkpoints(run / "checkpoints")
+    if not found:
+        raise ValueError(f"{run} has no checkpoint yet")
+    return found[-1]
+
+
 def load_checkpoint(path: Path, model: nn.Module, optimizers: list[Optimizer]) -> int:
     """Restore a checkpoint in place and return its step.
 

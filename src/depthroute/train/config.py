@@ -45,6 +45,8 @@ class TrainConfig:
         batch_size: Windows per step.
         micro_batch_size: Windows per forward pass, divides `batch_size`; None takes all at once.
         seed: Of the initial weights and of the order of the data.
+        init_from: A run folder, or one that `depthroute import` made, whose newest weights the run
+            starts with; optimisers start fresh. None draws the weights.
         device: "auto" takes CUDA if there is one.
         compute_dtype: Of activations and products; weights stay float32. "auto" is bfloat16 on
             CUDA, float32 elsewhere.
@@ -63,6 +65,7 @@ class TrainConfig:
     batch_size: int
     micro_batch_size: int | None = None
     seed: int = 0
+    init_from: str | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     deterministic: bool = False

@@ -19,7 +19,12 @@ from depthroute.config import dump, load
 from depthroute.data import TokenDataset
 from depthroute.files import write_text
 from depthroute.models import CausalLM
-from depthroute.train.checkpoint import checkpoint_step, list_checkpoints, load_weights
+from depthroute.train.checkpoint import (
+    checkpoint_step,
+    list_checkpoints,
+    load_weights,
+    newest_checkpoint,
+)
 from depthroute.train.config import RunConfig
 from depthroute.train.validate import Validation
 
@@ -117,11 +122,9 @@ def load_model(folder: str | Path, *, device: torch.device | str = "cpu") -> Cau
     folder = Path(folder)
     if not (folder / "config.toml").exists():
         raise ValueError(f"{folder} is no run folder: it has no config.toml")
-    found = list_checkpoints(folder / "checkpoints")
-    if not found:
-        raise ValueError(f"{folder} has no checkpoint yet")
+    checkpoint = newest_checkpoint(folder)
     model = CausalLM(load(RunConfig, folder / "config.toml").model, seed=None)
-    load_weights(found[-1], model)
+    load_weights(checkpoint, model)
     return model.to(device)
 
 

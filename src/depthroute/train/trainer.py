@@ -22,7 +22,13 @@ from depthroute.optim import (
     schedule_factor,
     set_learning_rates,
 )
-from depthroute.train.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
+from depthroute.train.checkpoint import (
+    list_checkpoints,
+    load_checkpoint,
+    load_weights,
+    newest_checkpoint,
+    save_checkpoint,
+)
 from depthroute.train.config import RunConfig
 from depthroute.train.determinism import determinism
 from depthroute.train.memory import PeakMemory
@@ -135,6 +141,9 @@ class _Trainer:
         if found := list_checkpoints(folder.checkpoints):
             step = load_checkpoint(found[-1], self.model, self.optimizers)
             report.say(f"continuing {folder.path} at step {step}")
+        elif source := self.config.train.init_from:
+            load_weights(newest_checkpoint(Path(source)), self.model)
+            report.say(f"starting with the weights of {source}")
         if self.config.train.compile != "none":
             report.say("compiling: the first step takes a while")
             compile_model(self.model, self.config.train.compile)

@@ -1,0 +1,72 @@
+"""A training run as a Hugging Face folder."""
+
+from pathlib import Path
+from typing import Any
+
+from depthroute.config import config_dataclass, load
+from depthroute.convert.card import model_card
+from depthroute.convert.code import write_code
+from depthroute.convert.hugging_face import to_hugging_face
+from depthroute.convert.tokenizer import fast_tokenizer
+from depthroute.files import new_folder, write_text
+from depthroute.train import RunConfig, load_model
+from depthroute.train.run import open_dataset
+
+
+@config_dataclass
+class ExportConfig:
+    """Settings of an export.
+
+    Args:
+        license: Identifier for the model card, such as "apache-2.0"; it is yours to choose.
+    """
+
+    license: str = "unknown"
+
+    def __post_init__(self) -> None:
+        if not self.license or not self.license.replace("-", "").replace(".", "").isalnum():
+            raise ValueError(
+                f'license must be an identifier such as "apache-2.0", got "{self.license}"'
+            )
+
+
+def export_run(
+    run: str | Path, out: str | Path, config: ExportConfig, *, with_code: bool = False
+) -> None:
+    """Write the newest checkpoint of a run as a folder that transformers loads.
+
+    It holds the weights in float32 (safetensors), config, generation config, tokenizer and model
+    card, and the code that `trust_remote_code=True` runs: an import of depthroute, or with
+    `with_code` all of the files that the model needs.
+
+    Args:
+        run: A run folder.
+        out: A new folder.
+        config: Settings.
+        with_code: Make the folder work where depthroute is not installed.
+
+    Raises:
+        FileExistsError: `out` exists.
+        ValueError: The run has no checkpoint, or its tokenizer cannot be converted.
+        ImportError: transformers is not installed.
+    """
+    from transformers import GenerationConfig
+
+    run, out = Path(run), Path(out)
+    model = load_model(run)
+    settings = load(RunConfig, run / "config.toml")
+    dataset = open_dataset(settings.data.path)
+    with new_folder(out) as unfinished:
+        ids: dict[str, Any] = dict.fromkeys(
+            ("bos_token_id", "eos_token_id", "pad_token_id"), dataset.manifest.end_id
+        )
+        fast_tokenizer(dataset.tokenizer(), context=settings.data.context).save_pretrained(
+            unfinished
+        )
+        shell = to_hugging_face(model, max_position_embeddings=settings.data.context, **ids)
+        shell.generation_config = GenerationConfig(**ids)
+        shell.save_pretrained(unfinished)
+        if with_code:
+            write_code(unfinished)
+        card = model_card(run, settings, dataset.manifest, model, license_id=config.license)
+        write_text(unfinished / "README.md", card)

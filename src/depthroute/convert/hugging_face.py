@@ -1,0 +1,85 @@
+"""A model of this package as a Hugging Face model, and back as a start for training."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from depthroute.config import config_dataclass, dump
+from depthroute.files import new_folder, write_text
+from depthroute.models import CausalLM, ModelConfig
+from depthroute.train.checkpoint import save_checkpoint
+
+
+@config_dataclass
+class _Start:
+    """The part of a run file that an imported model decides."""
+
+    @config_dataclass
+    class Train:
+        init_from: str
+
+    model: ModelConfig
+    train: Train
+
+
+def to_hugging_face(model: CausalLM, **fields: Any) -> Any:
+    """Return the same model as a `DepthRouteForCausalLM`, which shares its weights.
+
+    Args:
+        model: The model; its weights should be float32, as trained.
+        fields: Fields of `DepthRouteConfig` beside the model's, such as `eos_token_id`.
+    """
+    from depthroute.models.hf import DepthRouteConfig, DepthRouteForCausalLM
+
+    config = DepthRouteConfig.from_model_config(
+        model.config, dtype=str(model.lm_head.weight.dtype).removeprefix("torch."), **fields
+    )
+    with torch.device("meta"):
+        shell = DepthRouteForCausalLM(config)
+    shell.load_state_dict(model.state_dict(), assign=True)
+    shell.tie_weights()
+    return shell.eval()
+
+
+def import_model(folder: str | Path, out: str | Path) -> ModelConfig:
+    """Make a Hugging Face folder of this architecture the start of a run.
+
+    `out` holds `start.toml`, a base for run files; the weights in float32, as a checkpoint that
+    `train.init_from` takes; and `tokenizer.json`, if the folder has one, so that
+    `depthroute prepare ... tokenizer=OUT` makes data of the same tokens.
+
+    Args:
+        folder: A local folder that `save_pretrained` or `depthroute export` wrote.
+        out: A new folder.
+
+    Returns:
+        The model's config.
+
+    Raises:
+        FileExistsError: `out` exists.
+        ValueError: The folder holds another architecture, or its tensors are not exactly those of
+            its config.
+    """
+    from depthroute.models.hf import DepthRouteForCausalLM
+
+    folder, out = Path(folder), Path(out)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} is no Hugging Face folder: it has no config.json")
+    with new_folder(out) as unfinished:
+        shell, info = DepthRouteForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, output_loading_info=True, local_files_only=True
+        )
+        wrong = {kind: sorted(map(str, info[kind])) for kind in info if info[kind]}
+        if wrong:
+            raise ValueError(f"the tensors in {folder} do not fit its config.json: {wrong}")
+        config = shell.config.model_config()
+        model = CausalLM(config, seed=None)
+        model.load_state_dict(shell.state_dict())
+        save_checkpoint(unfinished / "checkpoints", 0, model, [], keep=1)
+        start = _Start(model=config, train=_Start.Train(init_from=str(out)))
+        write_text(unfinished / "start.toml", dump(start))
+        if (folder / "tokenizer.json").is_file():
+            shutil.copyfile(folder / "tokenizer.json", unfinished / "tokenizer.json")
+    return config
