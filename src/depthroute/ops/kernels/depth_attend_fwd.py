@@ -1,0 +1,169 @@
+"""Forward pass of `depth_attend`: a program reads the sources of one token once.
+
+`b_` names a block, `o_` offsets, `m_` a mask, `p_` a pointer.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from depthroute.ops.kernels import tuning
+from depthroute.ops.kernels.layout import Layout, as_bias, as_rows, key_rows
+from depthroute.ops.kernels.sources import (
+    inverse_rms,
+    is_aligned,
+    load_keys,
+    load_values,
+    pack,
+)
+from depthroute.ops.scores import ScoreRule
+
+
+class Forward(NamedTuple):
+    """Results of a read and what its backward pass needs of them."""
+
+    out: Tensor  # [Q, *b, D]
+    lse: Tensor  # [Q, *b, H]
+    dots: Tensor  # [T, S, Q, H], scores before norm, scale and bias
+    rstds: Tensor  # [T, S], what the norm multiplies them by
+
+
+def depth_attend_fwd(
+    values: Sequence[Tensor],
+    keys: Sequence[Tensor] | None,
+    query: Tensor,
+    bias: Tensor | None,
+    null: Tensor | None,
+    rule: ScoreRule,
+    out_dtype: torch.dtype,
+) -> Forward:
+    """Launch the forward pass on validated arguments (`checks.Read`)."""
+    at = Layout.of(values, keys, query, rule)
+    batch, like = values[0].shape[:-1], query.new_empty((), dtype=torch.float32)
+    result = Forward(
+        values[0].new_empty((at.Q, *batch, at.D), dtype=out_dtype),
+        like.new_empty((at.Q, *batch, at.H)),
+        like.new_empty((at.T, at.S, at.Q, at.H)),
+        like.new_empty((at.T, at.S)),
+    )
+    if not at.T:
+        return result
+    value_rows = [as_rows(value) for value in values]
+    rows = key_rows(value_rows, keys, at)
+    launch = tuning.forward(at, values[0].element_size(), rows[0].element_size())
+    resident, chunk = launch.resident, launch.chunk
+    depth_attend_fwd_kernel[(at.T if resident else at.T * at.Q,)](
+        pack(value_rows, resident=resident, chunk=chunk),
+        pack(rows, resident=resident, chunk=chunk),
+        query.float().contiguous(),
+        as_bias(bias, at, batch),
+        None if null is None else null.contiguous(),
+        *result,
+        at.T,
+        at.S,
+        at.Q,
+        rule.eps,
+        rule.scale,
+        **at.constants,
+        CHUNK=chunk,
+        RESIDENT=resident,
+        ALIGNED=is_aligned(value_rows) and is_aligned(rows),
+        num_warps=launch.num_warps,
+    )
+    return result
+
+
+@triton.jit
+def depth_attend_fwd_kernel(
+    values, keys, query, bias, null, out, lse, dots, rstds,
+    num_tokens, num_sources, num_queries, eps, scale,
+    D: tl.constexpr, R: tl.constexpr, H: tl.constexpr, NORM: tl.constexpr, KEYS: tl.constexpr,
+    HP: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
+    CHUNK: tl.constexpr, RESIDENT: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Mix one token's sources by an online softmax.
+
+    With all sources resident a program serves every query; else one query, and the programs of a
+    token run side by side, so that all but the first find its sources in the L2 cache.
+    """
+    pid = tl.program_id(0)
+    if RESIDENT:
+        t, first, last = pid, 0, num_queries
+    else:
+        t, first = pid // num_queries, pid % num_queries
+        last = first + 1
+    o_row = t.to(tl.int64)
+    o_h = tl.arange(0, HP)
+    m_h = o_h < H
+    o_c, o_r = tl.arange(0, BC), tl.arange(0, BK)
+    o_v = o_h[:, None] * (D // H) + o_c[None, :]
+    m_v = m_h[:, None] & (o_c < D // H)[None, :]
+    o_k = o_h[:, None] * (R // H) + o_r[None, :]
+    m_k = m_h[:, None] & (o_r < R // H)[None, :]
+
+    if RESIDENT:
+        b_vs = load_values(values, 0, o_row, num_sources, o_v, m_v, CHUNK, True, ALIGNED)
+        b_ks = load_keys(keys, b_vs, 0, o_row, num_sources, o_k, m_k, KEYS, CHUNK, True, ALIGNED)
+        b_rs = ()
+        for c in tl.static_range(CHUNK):
+            b_r = inverse_rms(b_vs[c], b_ks[c], eps, NORM, D, R)
+            tl.store(rstds + o_row * num_sources + c, b_r)
+            b_rs = b_rs + (b_r,)
+
+    for j in range(first, last):
+        o_j = tl.cast(j, tl.int64)
+        b_q = tl.load(query + j * R + o_k, mask=m_k, other=0.0, eviction_policy="evict_last")
+        if null is None:
+            b_top = tl.full([HP], float("-inf"), tl.float32)
+            b_sum = tl.zeros([HP], tl.float32)
+        else:
+            b_top = tl.load(null + j * H + o_h, mask=m_h, other=0.0)
+            b_sum = tl.full([HP], 1.0, tl.float32)
+        b_acc = tl.zeros([HP, BC], tl.float32)
+        for start in range(0, CHUNK if RESIDENT else num_sources, CHUNK):
+            if not RESIDENT:
+                b_vs = load_values(
+                    values, start, o_row, num_sources, o_v, m_v, CHUNK, False, ALIGNED
+                )
+                b_ks = load_keys(
+                    keys, b_vs, start, o_row, num_sources, o_k, m_k, KEYS, CHUNK, False, ALIGNED
+                )
+            b_zs = ()
+            b_new = b_top
+            for c in tl.static_range(CHUNK):
+                i = start + c
+                m_i = i < num_sources
+                b_dot = tl.sum(b_ks[c].to(tl.float32) * b_q, axis=1)
+                if RESIDENT:
+                    b_r = b_rs[c]
+                else:
+                    b_r = inverse_rms(b_vs[c], b_ks[c], eps, NORM, D, R)
+                    tl.store(rstds + o_row * num_sources + i, b_r, mask=m_i & (j == 0))
+                p_dot = dots + ((o_row * num_sources + i) * num_queries + j) * H
+                tl.store(p_dot + o_h, b_dot, mask=m_h & m_i)
+                b_z = b_dot * (b_r * scale)
+                if bias is not None:
+                    o_i = tl.cast(i, tl.int64)
+                    p_b = bias.data + o_j * bias.query + o_i * bias.source + o_row * bias.token
+                    b_z += tl.load(p_b, mask=m_i, other=0.0)
+                b_z = tl.where(m_i, b_z, float("-inf"))
+                b_new = tl.maximum(b_new, b_z)
+                b_zs = b_zs + (b_z,)
+            # logits of -inf alone must not make -inf - -inf
+            b_ref = tl.where(b_new == float("-inf"), 0.0, b_new)
+            b_keep = tl.exp(b_top - b_ref)
+            b_sum *= b_keep
+            b_acc *= b_keep[:, None]
+            for c in tl.static_range(CHUNK):
+                b_w = tl.exp(b_zs[c] - b_ref)
+                b_sum += b_w
+                b_acc += b_w[:, None] * b_vs[c].to(tl.float32)
+            b_top = b_new
+        b_out = b_acc / b_sum[:, None]
+        o_out = o_j * num_tokens + o_row
+        tl.store(out + o_out * D + o_v, b_out.to(out.dtype.element_ty), mask=m_v)
+        tl.store(lse + o_out * H + o_h, b_top + tl.log(b_sum), mask=m_h)

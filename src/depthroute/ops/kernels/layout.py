@@ -1,0 +1,112 @@
+"""Sizes of a read, the tiles that cover them, and operands flattened to rows."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from depthroute.ops.scores import ScoreRule
+
+
+def power_of_two(n: int) -> int:
+    """Return the least power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
+class Layout(NamedTuple):
+    """S sources of T tokens and width D, read by Q queries of rank R in H heads.
+
+    A source is a tile `[HP, BC]`, its key a tile `[HP, BK]`: powers of two that cover
+    `[H, D / H]` and `[H, R / H]`.
+    """
+
+    S: int
+    T: int
+    Q: int
+    D: int
+    R: int
+    H: int
+    norm: str
+    keys: str  # "value": a key is its whole value; "tail": columns of it; "separate"
+
+    @classmethod
+    def of(
+        cls,
+        values: Sequence[Tensor],
+        keys: Sequence[Tensor] | None,
+        query: Tensor,
+        rule: ScoreRule,
+    ) -> "Layout":
+        """Read the sizes off the arguments of a read."""
+        width, (num_queries, rank) = values[0].shape[-1], query.shape
+        kind = "separate" if keys is not None else "value" if rank == width else "tail"
+        tokens = values[0].shape[:-1].numel()
+        return cls(
+            len(values), tokens, num_queries, width, rank, rule.heads, rule.key_norm, kind
+        )
+
+    @property
+    def tile(self) -> tuple[int, int, int]:
+        """HP, BC, BK."""
+        return (
+            power_of_two(self.H),
+            power_of_two(self.D // self.H),
+            power_of_two(self.R // self.H),
+        )
+
+    @property
+    def width(self) -> int:
+        """Numbers of a value's tile, HP BC."""
+        return self.tile[0] * self.tile[1]
+
+    @property
+    def rank(self) -> int:
+        """Numbers of a key's tile, HP BK."""
+        return self.tile[0] * self.tile[2]
+
+    @property
+    def constants(self) -> dict[str, int | str]:
+        """Compile-time constants of every kernel."""
+        names = ("D", "R", "H", "NORM", "KEYS", "HP", "BC", "BK")
+        return dict(
+            zip(names, (self.D, self.R, self.H, self.norm, self.keys, *self.tile), strict=True)
+        )
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """View `[*b, width]` as `[T, width]` with contiguous columns; copy only if strides forbid it."""
+    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
+
+
+def as_query_rows(x: Tensor) -> Tensor:
+    """View `[Q, *b, width]` as `[Q, T, width]` with contiguous columns, like `as_rows`."""
+    rows = x.reshape(x.shape[0], x.shape[1:-1].numel(), x.shape[-1])
+    return rows if rows.stride(2) == 1 or rows.shape[2] == 1 else rows.contiguous()
+
+
+def key_rows(
+    values: Sequence[Tensor], keys: Sequence[Tensor] | None, layout: Layout
+) -> list[Tensor]:
+    """Return the rows `[T, R]` that hold the keys: their own, or the values' last R columns."""
+    if keys is not None:
+        return [as_rows(key) for key in keys]
+    return [value[:, layout.D - layout.R :] for value in values]
+
+
+class Bias(NamedTuple):
+    """Logit offsets and their strides over queries, sources and tokens; 0 where they repeat."""
+
+    data: Tensor
+    query: int
+    source: int
+    token: int
+
+
+def as_bias(bias: Tensor | None, layout: Layout, batch: torch.Size) -> Bias | None:
+    """Flatten a bias `[Q or 1, S, *(b or ones)]` to `[Q, S, T]` without repeating it in memory."""
+    if bias is None:
+        return None
+    flat = bias.expand(layout.Q, layout.S, *batch).reshape(layout.Q, layout.S, layout.T)
+    return Bias(flat, *flat.stride())
