@@ -54,11 +54,12 @@ def depth_attend_fwd(
         return result
     value_rows = [as_rows(value) for value in values]
     rows = key_rows(value_rows, keys, at)
-    launch = tuning.forward(at, values[0].element_size(), rows[0].element_size())
+    launch = tuning.forward(at)
     resident, chunk = launch.resident, launch.chunk
+    packed = pack(value_rows, resident=resident, chunk=chunk)
     depth_attend_fwd_kernel[(at.T if resident else at.T * at.Q,)](
-        pack(value_rows, resident=resident, chunk=chunk),
-        pack(rows, resident=resident, chunk=chunk),
+        packed,
+        packed if at.keys == "value" else pack(rows, resident=resident, chunk=chunk),
         query.float().contiguous(),
         as_bias(bias, at, batch),
         None if null is None else null.contiguous(),

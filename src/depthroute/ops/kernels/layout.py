@@ -56,14 +56,19 @@ class Layout(NamedTuple):
         )
 
     @property
-    def width(self) -> int:
-        """Numbers of a value's tile, HP BC."""
+    def value_tile(self) -> int:
+        """HP BC, the numbers of a value's tile."""
         return self.tile[0] * self.tile[1]
 
     @property
-    def rank(self) -> int:
-        """Numbers of a key's tile, HP BK."""
+    def key_tile(self) -> int:
+        """HP BK, the numbers of a key's tile."""
         return self.tile[0] * self.tile[2]
+
+    @property
+    def key_heads_apart(self) -> bool:
+        """Whether a column of a value may be the key of another head than it is a value of."""
+        return self.keys == "tail" and self.H > 1
 
     @property
     def constants(self) -> dict[str, int | str]:

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 # numbers that one launch writes to a table; a longer tuple takes longer to launch
-TABLE_STEP = 32
+TABLE_STEP = 64
 
 
 class Sources(NamedTuple):
@@ -41,11 +41,18 @@ def pack(rows: Sequence[Tensor], *, resident: bool, chunk: int) -> Sources:
     table = torch.empty(len(numbers), dtype=torch.int64, device=rows[0].device)
     for start in range(0, len(numbers), TABLE_STEP):
         part = numbers[start : start + TABLE_STEP]
-        fill_table_kernel[(1,)](
-            table[start:], (*part, *part[-1:] * (TABLE_STEP - len(part))), len(part), TABLE_STEP
-        )
+        repeated = part[-1:] * (TABLE_STEP - len(part))
+        fill_table_kernel[(1,)](table[start:], (*part, *repeated), len(part), TABLE_STEP)
     half = len(numbers) // 2
     return Sources(table[:half], table[half:], rows[0])
+
+
+def num_programs(num_tokens: int, per_processor: int, device: torch.device) -> int:
+    """Return how many programs share the tokens of a kernel that loops over them."""
+    if device.type == "cpu":  # the interpreter
+        return min(num_tokens, 3)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return min(num_tokens, processors * per_processor)
 
 
 @triton.jit
@@ -64,8 +71,8 @@ def row_pointer(sources, i, o_row, RESIDENT: tl.constexpr, ALIGNED: tl.constexpr
     else:
         p_first = tl.load(sources.rows + i).to(sources.like.dtype)
         p_row = p_first + o_row * tl.load(sources.strides + i)
-        if ALIGNED:
-            p_row = tl.multiple_of(p_row, 16)
+    if ALIGNED:
+        p_row = tl.multiple_of(p_row, 16)
     return p_row
 
 

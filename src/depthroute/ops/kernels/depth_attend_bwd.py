@@ -1,0 +1,311 @@
+"""Backward pass of `depth_attend`: each source is read, and its gradient written, once.
+
+`b_` names a block, `o_` offsets, `m_` a mask, `p_` a pointer.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from depthroute.ops.kernels import tuning
+from depthroute.ops.kernels.layout import (
+    Layout,
+    as_bias,
+    as_query_rows,
+    as_rows,
+    key_rows,
+    power_of_two,
+)
+from depthroute.ops.kernels.sources import is_aligned, load_keys, load_values, num_programs, pack
+from depthroute.ops.scores import ScoreRule
+
+
+class Gradients(NamedTuple):
+    """Gradients of the arguments of a read; None for arguments that it lacks."""
+
+    values: Tensor  # [S, *b, D]
+    keys: Tensor | None  # [S, *b, R]
+    query: Tensor  # [Q, R]
+    bias: Tensor | None  # of its own shape
+    null: Tensor | None  # [Q, H]
+
+
+def depth_attend_bwd(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    values: Sequence[Tensor],
+    keys: Sequence[Tensor] | None,
+    query: Tensor,
+    bias: Tensor | None,
+    null: Tensor | None,
+    dots: Tensor,
+    rstds: Tensor,
+    lse: Tensor,
+    rule: ScoreRule,
+) -> Gradients:
+    """Launch the backward pass on validated arguments and the results of the forward pass."""
+    at = Layout.of(values, keys, query, rule)
+    batch = values[0].shape[:-1]
+    grad_values = values[0].new_empty((at.S, *batch, at.D))
+    grad_keys = None if keys is None else keys[0].new_empty((at.S, *batch, at.R))
+    if not at.T:
+        return Gradients(
+            grad_values,
+            grad_keys,
+            torch.zeros_like(query),
+            None if bias is None else torch.zeros_like(bias),
+            None if null is None else torch.zeros_like(null),
+        )
+    value_rows = [as_rows(value) for value in values]
+    rows = key_rows(value_rows, keys, at)
+    launch = tuning.backward(at)
+    resident, chunk = launch.resident, launch.chunk
+    packed = pack(value_rows, resident=resident, chunk=chunk)
+    programs = num_programs(at.T, launch.programs_per_processor, query.device)
+    along = lse.new_empty((programs, at.S + 1, at.Q, at.H))
+    grad_logits = None if bias is None else torch.empty_like(dots)
+    grad_query = lse.new_empty((programs, at.Q, at.R))
+    grad_null = None if null is None else lse.new_empty((programs, at.Q, at.H))
+    upstream = as_query_rows(grad_out)
+    depth_attend_bwd_kernel[(programs,)](
+        upstream,
+        None if grad_lse is None else grad_lse.contiguous(),
+        packed,
+        packed if at.keys == "value" else pack(rows, resident=resident, chunk=chunk),
+        query.float().contiguous(),
+        as_bias(bias, at, batch),
+        None if null is None else null.contiguous(),
+        dots,
+        rstds,
+        lse,
+        along,
+        grad_values,
+        grad_keys,
+        grad_query,
+        grad_logits,
+        grad_null,
+        upstream.stride(0),
+        upstream.stride(1),
+        at.T,
+        at.S,
+        rule.scale,
+        Q=at.Q,
+        QP=power_of_two(at.Q),
+        **at.constants,
+        KEY_HEADS_APART=at.key_heads_apart,
+        CHUNK=chunk,
+        RESIDENT=resident,
+        ALIGNED=is_aligned(value_rows) and is_aligned(rows),
+        num_warps=launch.num_warps,
+    )
+    return Gradients(
+        grad_values,
+        grad_keys,
+        grad_query.sum(0).to(query.dtype),
+        None if grad_logits is None else _sum_to_bias(grad_logits, bias),
+        None if grad_null is None else grad_null.sum(0),
+    )
+
+
+def _sum_to_bias(grad_logits: Tensor, bias: Tensor) -> Tensor:
+    """Sum logit gradients `[T, S, Q, H]` to a bias `[Q or 1, S, *(b or ones)]`."""
+    summed = grad_logits.sum(-1).permute(2, 1, 0)
+    if bias.shape[0] == 1:
+        summed = summed.sum(0, keepdim=True)
+    if bias.shape[2:].numel() != summed.shape[2]:
+        summed = summed.sum(2, keepdim=True)
+    return summed.reshape(bias.shape)
+
+
+@triton.jit
+def weight_of(
+    dots, rstds, bias, b_lse, o_row, i, m_i, o_j, o_h, m_q, num_sources, scale,
+    Q: tl.constexpr, H: tl.constexpr,
+):  # fmt: skip
+    """Return the softmax weight of source i, its score and the factor of its norm."""
+    o_i = tl.cast(i, tl.int64)
+    p_dot = dots + (o_row * num_sources + i) * (Q * H)
+    b_dot = tl.load(p_dot + o_j * H + o_h, mask=m_q & m_i, other=0.0)
+    b_r = tl.load(rstds + o_row * num_sources + i, mask=m_i, other=0.0)
+    b_z = b_dot * (b_r * scale)
+    if bias is not None:
+        p_b = bias.data + o_j * bias.query + o_i * bias.source + o_row * bias.token
+        b_z += tl.load(p_b, mask=m_q & m_i, other=0.0)
+    return tl.where(m_q & m_i, tl.exp(b_z - b_lse), 0.0), b_dot, b_r
+
+
+@triton.jit
+def source_backward(
+    b_v, b_k, b_g, b_q, b_w, b_gd, b_gd_v, b_dot, b_r, i, m_i, o_row, grad_values, grad_keys,
+    num_tokens, o_v, m_v, o_k, m_k,
+    D: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient of one source; return its share of the query's.
+
+    `b_gd` is the gradient of the raw scores `[Q, H]`, and `b_gd_v` the same for the head that each
+    of the value's columns is a key of. `b_q` covers the value's columns, or those of separate keys.
+    """
+    b_wide, b_narrow = b_v.to(tl.float32), b_k.to(tl.float32)
+    b_pull = tl.sum(tl.sum(b_gd * b_dot, axis=1), axis=0) * b_r * b_r
+    b_dv = tl.sum(b_w[:, :, None] * b_g, axis=0)
+    if KEYS != "separate":
+        b_dv += tl.sum(b_gd_v * b_q, axis=0)
+        if NORM == "tail":
+            b_dv -= tl.where(o_v >= D - R, b_wide, 0.0) * (b_pull / R)
+    if NORM == "full":
+        b_dv -= b_wide * (b_pull / D)
+    o_source = tl.cast(i, tl.int64) * num_tokens + o_row
+    p_dv = grad_values + o_source * D + o_v
+    tl.store(p_dv, b_dv.to(grad_values.dtype.element_ty), mask=m_v & m_i)
+    if KEYS == "separate":
+        b_dk = tl.sum(b_gd[:, :, None] * b_q, axis=0)
+        if NORM == "tail":
+            b_dk -= b_narrow * (b_pull / R)
+        p_dk = grad_keys + o_source * R + o_k
+        tl.store(p_dk, b_dk.to(grad_keys.dtype.element_ty), mask=m_k & m_i)
+    return b_gd[:, :, None] * b_narrow[None, :, :]
+
+
+@triton.jit
+def depth_attend_bwd_kernel(
+    grad_out, grad_lse, values, keys, query, bias, null, dots, rstds, lse, along,
+    grad_values, grad_keys, grad_query, grad_logits, grad_null,
+    stride_g_query, stride_g_token, num_tokens, num_sources, scale,
+    Q: tl.constexpr, QP: tl.constexpr,
+    D: tl.constexpr, R: tl.constexpr, H: tl.constexpr, NORM: tl.constexpr, KEYS: tl.constexpr,
+    HP: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
+    KEY_HEADS_APART: tl.constexpr,
+    CHUNK: tl.constexpr, RESIDENT: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Loop over tokens; two passes over a token's sources, the second from registers or caches.
+
+    The first pass takes `<grad, value_i>` and with it the mean that every logit's gradient needs;
+    the second writes the sources' gradients. The query's gradient stays in registers, one row for
+    each program: summed in a fixed order, no two runs differ.
+    """
+    pid = tl.program_id(0)
+    o_q, o_h = tl.arange(0, QP), tl.arange(0, HP)
+    o_c, o_r = tl.arange(0, BC), tl.arange(0, BK)
+    m_h = o_h < H
+    o_v = o_h[:, None] * (D // H) + o_c[None, :]
+    m_v = m_h[:, None] & (o_c < D // H)[None, :]
+    o_k = o_h[:, None] * (R // H) + o_r[None, :]
+    m_k = m_h[:, None] & (o_r < R // H)[None, :]
+    o_j = o_q[:, None]  # [QP, 1]
+    m_q = (o_q < Q)[:, None] & m_h[None, :]  # [QP, HP]
+    o_qh = o_j * H + o_h[None, :]
+    m_g = (o_q < Q)[:, None, None] & m_v[None, :, :]
+    o_g = o_q[:, None, None].to(tl.int64) * stride_g_query + o_v[None, :, :]
+    if KEYS == "separate":
+        p_q = query + o_q[:, None, None] * R + o_k[None, :, :]
+        m_query = (o_q < Q)[:, None, None] & m_k[None, :, :]
+    else:
+        p_q = query + o_q[:, None, None] * R + (o_v - (D - R))[None, :, :]
+        m_query = m_g & (o_v >= D - R)[None, :, :]
+    if QP == 1:
+        b_q = tl.load(p_q, mask=m_query, other=0.0)
+    p_along = along + pid * (num_sources + 1) * (Q * H)
+    b_dq = tl.zeros([QP, HP, BK], tl.float32)
+    b_dnull = tl.zeros([QP, HP], tl.float32)
+
+    for t in range(pid, num_tokens, tl.num_programs(0)):
+        o_row = tl.cast(t, tl.int64)
+        b_g = tl.load(grad_out + o_row * stride_g_token + o_g, mask=m_g, other=0.0).to(tl.float32)
+        o_lse = (o_j.to(tl.int64) * num_tokens + o_row) * H + o_h[None, :]
+        b_lse = tl.load(lse + o_lse, mask=m_q, other=0.0)
+        if grad_lse is None:
+            b_rest = tl.zeros([QP, HP], tl.float32)
+        else:
+            b_rest = tl.load(grad_lse + o_lse, mask=m_q, other=0.0)
+        if RESIDENT:
+            b_vs = load_values(values, 0, o_row, num_sources, o_v, m_v, CHUNK, True, ALIGNED)
+            b_ks = load_keys(
+                keys, b_vs, 0, o_row, num_sources, o_k, m_k, KEYS, CHUNK, True, ALIGNED
+            )
+            b_as, b_ws = (), ()
+            for c in tl.static_range(CHUNK):
+                b_a = tl.sum(b_g * b_vs[c].to(tl.float32)[None, :, :], axis=2)
+                b_w, b_dot, b_r = weight_of(
+                    dots, rstds, bias, b_lse, o_row, c, True, o_j, o_h[None, :], m_q, num_sources,
+                    scale, Q, H,
+                )  # fmt: skip
+                b_rest -= b_w * b_a
+                b_as = b_as + (b_a,)
+                b_ws = b_ws + ((b_w, b_dot, b_r),)
+        else:
+            tl.debug_barrier()  # the last token's scores have been read
+            for start in range(0, num_sources, CHUNK):
+                b_vs = load_values(
+                    values, start, o_row, num_sources, o_v, m_v, CHUNK, False, ALIGNED
+                )
+                for c in tl.static_range(CHUNK):
+                    i, m_i = start + c, start + c < num_sources
+                    b_a = tl.sum(b_g * b_vs[c].to(tl.float32)[None, :, :], axis=2)
+                    b_w, b_dot, b_r = weight_of(
+                        dots, rstds, bias, b_lse, o_row, i, m_i, o_j, o_h[None, :], m_q,
+                        num_sources, scale, Q, H,
+                    )  # fmt: skip
+                    b_rest -= b_w * b_a
+                    tl.store(p_along + i * (Q * H) + o_qh, b_a, mask=m_q & m_i)
+            tl.store(p_along + num_sources * (Q * H) + o_qh, b_rest, mask=m_q)
+            tl.debug_barrier()
+        if null is not None:
+            b_null = tl.load(null + o_qh, mask=m_q, other=0.0)
+            b_dnull += tl.where(m_q, tl.exp(b_null - b_lse) * b_rest, 0.0)
+        if QP > 1:
+            b_q = tl.load(p_q, mask=m_query, other=0.0, eviction_policy="evict_last")
+
+        for start in range(0, CHUNK if RESIDENT else num_sources, CHUNK):
+            if not RESIDENT:
+                b_vs = load_values(
+                    values, start, o_row, num_sources, o_v, m_v, CHUNK, False, ALIGNED
+                )
+                b_ks = load_keys(
+                    keys, b_vs, start, o_row, num_sources, o_k, m_k, KEYS, CHUNK, False, ALIGNED
+                )
+            for c in tl.static_range(CHUNK):
+                i, m_i = start + c, start + c < num_sources
+                if RESIDENT:
+                    b_a = b_as[c]
+                    b_w, b_dot, b_r = b_ws[c]
+                else:
+                    b_a = tl.load(p_along + i * (Q * H) + o_qh, mask=m_q & m_i, other=0.0)
+                    b_w, b_dot, b_r = weight_of(
+                        dots, rstds, bias, b_lse, o_row, i, m_i, o_j, o_h[None, :], m_q,
+                        num_sources, scale, Q, H,
+                    )  # fmt: skip
+                b_gz = b_w * (b_a + b_rest)
+                b_gd = b_gz * (b_r * scale)
+                if grad_logits is not None:
+                    p_gz = grad_logits + (o_row * num_sources + i) * (Q * H)
+                    tl.store(p_gz + o_qh, b_gz, mask=m_q & m_i)
+                if KEY_HEADS_APART:
+                    o_kh = (tl.maximum(o_v - (D - R), 0) // (R // H))[None, :, :]
+                    o_jc = o_j[:, :, None]
+                    b_lse_c = tl.load(
+                        lse + (o_jc.to(tl.int64) * num_tokens + o_row) * H + o_kh,
+                        mask=m_query, other=0.0,
+                    )  # fmt: skip
+                    b_wc, _, _ = weight_of(
+                        dots, rstds, bias, b_lse_c, o_row, i, m_i, o_jc, o_kh, m_query,
+                        num_sources, scale, Q, H,
+                    )  # fmt: skip
+                    o_qc = o_jc * H + o_kh
+                    b_ac = tl.load(p_along + i * (Q * H) + o_qc, mask=m_query & m_i, other=0.0)
+                    b_restc = tl.load(p_along + num_sources * (Q * H) + o_qc, mask=m_query, other=0.0)
+                    b_gd_v = b_wc * (b_ac + b_restc) * (b_r * scale)
+                else:
+                    b_gd_v = b_gd[:, :, None]
+                b_dq += source_backward(
+                    b_vs[c], b_ks[c], b_g, b_q, b_w, b_gd, b_gd_v, b_dot, b_r, i, m_i, o_row,
+                    grad_values, grad_keys, num_tokens, o_v, m_v, o_k, m_k, D, R, NORM, KEYS,
+                )  # fmt: skip
+
+    p_dq = grad_query + (pid * Q + o_q[:, None, None]) * R + o_k[None, :, :]
+    tl.store(p_dq, b_dq, mask=(o_q < Q)[:, None, None] & m_k[None, :, :])
+    if null is not None:
+        tl.store(grad_null + pid * (Q * H) + o_qh, b_dnull, mask=m_q)
