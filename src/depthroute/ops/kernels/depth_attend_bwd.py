@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from depthroute.ops.kernels import tuning
+from depthroute.ops.kernels.gradient import source_backward
 from depthroute.ops.kernels.layout import (
     Layout,
     as_bias,
@@ -20,7 +21,7 @@ from depthroute.ops.kernels.layout import (
     key_rows,
     power_of_two,
 )
-from depthroute.ops.kernels.sources import is_aligned, load_keys, load_values, num_programs, pack
+from depthroute.ops.kernels.sources import is_aligned, load_keys, load_values, num_programs, pack, row_pointer
 from depthroute.ops.scores import ScoreRule
 
 
@@ -67,7 +68,8 @@ def depth_attend_bwd(
     packed = pack(value_rows, resident=resident, chunk=chunk)
     programs = num_programs(at.T, launch.programs_per_processor, query.device)
     along = lse.new_empty((programs, at.S + 1, at.Q, at.H))
-    grad_logits = None if bias is None else torch.empty_like(dots)
+    keep_logits = bias is not None or at.key_heads_apart
+    grad_logits = torch.empty_like(dots) if keep_logits else None
     grad_query = lse.new_empty((programs, at.Q, at.R))
     grad_null = None if null is None else lse.new_empty((programs, at.Q, at.H))
     upstream = as_query_rows(grad_out)
@@ -99,6 +101,7 @@ def depth_attend_bwd(
         KEY_HEADS_APART=at.key_heads_apart,
         CHUNK=chunk,
         RESIDENT=resident,
+        KEEP=launch.keep,
         ALIGNED=is_aligned(value_rows) and is_aligned(rows),
         num_warps=launch.num_warps,
     )
@@ -106,7 +109,7 @@ def depth_attend_bwd(
         grad_values,
         grad_keys,
         grad_query.sum(0).to(query.dtype),
-        None if grad_logits is None else _sum_to_bias(grad_logits, bias),
+        None if bias is None else _sum_to_bias(grad_logits, bias),
         None if grad_null is None else grad_null.sum(0),
     )
 
@@ -139,38 +142,6 @@ def weight_of(
 
 
 @triton.jit
-def source_backward(
-    b_v, b_k, b_g, b_q, b_w, b_gd, b_gd_v, b_dot, b_r, i, m_i, o_row, grad_values, grad_keys,
-    num_tokens, o_v, m_v, o_k, m_k,
-    D: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    """Write the gradient of one source; return its share of the query's.
-
-    `b_gd` is the gradient of the raw scores `[Q, H]`, and `b_gd_v` the same for the head that each
-    of the value's columns is a key of. `b_q` covers the value's columns, or those of separate keys.
-    """
-    b_wide, b_narrow = b_v.to(tl.float32), b_k.to(tl.float32)
-    b_pull = tl.sum(tl.sum(b_gd * b_dot, axis=1), axis=0) * b_r * b_r
-    b_dv = tl.sum(b_w[:, :, None] * b_g, axis=0)
-    if KEYS != "separate":
-        b_dv += tl.sum(b_gd_v * b_q, axis=0)
-        if NORM == "tail":
-            b_dv -= tl.where(o_v >= D - R, b_wide, 0.0) * (b_pull / R)
-    if NORM == "full":
-        b_dv -= b_wide * (b_pull / D)
-    o_source = tl.cast(i, tl.int64) * num_tokens + o_row
-    p_dv = grad_values + o_source * D + o_v
-    tl.store(p_dv, b_dv.to(grad_values.dtype.element_ty), mask=m_v & m_i)
-    if KEYS == "separate":
-        b_dk = tl.sum(b_gd[:, :, None] * b_q, axis=0)
-        if NORM == "tail":
-            b_dk -= b_narrow * (b_pull / R)
-        p_dk = grad_keys + o_source * R + o_k
-        tl.store(p_dk, b_dk.to(grad_keys.dtype.element_ty), mask=m_k & m_i)
-    return b_gd[:, :, None] * b_narrow[None, :, :]
-
-
-@triton.jit
 def depth_attend_bwd_kernel(
     grad_out, grad_lse, values, keys, query, bias, null, dots, rstds, lse, along,
     grad_values, grad_keys, grad_query, grad_logits, grad_null,
@@ -179,7 +150,7 @@ def depth_attend_bwd_kernel(
     D: tl.constexpr, R: tl.constexpr, H: tl.constexpr, NORM: tl.constexpr, KEYS: tl.constexpr,
     HP: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
     KEY_HEADS_APART: tl.constexpr,
-    CHUNK: tl.constexpr, RESIDENT: tl.constexpr, ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr, RESIDENT: tl.constexpr, KEEP: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Loop over tokens; two passes over a token's sources, the second from registers or caches.
 
@@ -269,9 +240,15 @@ def depth_attend_bwd_kernel(
                 )
             for c in tl.static_range(CHUNK):
                 i, m_i = start + c, start + c < num_sources
+                b_v, b_k = b_vs[c], b_ks[c]
                 if RESIDENT:
                     b_a = b_as[c]
                     b_w, b_dot, b_r = b_ws[c]
+                    if not KEEP:
+                        b_v = tl.load(
+                            row_pointer(values, c, o_row, True, ALIGNED) + o_v, mask=m_v, other=0.0
+                        )
+                        b_k = b_v
                 else:
                     b_a = tl.load(p_along + i * (Q * H) + o_qh, mask=m_q & m_i, other=0.0)
                     b_w, b_dot, b_r = weight_of(
@@ -279,30 +256,14 @@ def depth_attend_bwd_kernel(
                         num_sources, scale, Q, H,
                     )  # fmt: skip
                 b_gz = b_w * (b_a + b_rest)
-                b_gd = b_gz * (b_r * scale)
+                p_gz = grad_logits
                 if grad_logits is not None:
                     p_gz = grad_logits + (o_row * num_sources + i) * (Q * H)
                     tl.store(p_gz + o_qh, b_gz, mask=m_q & m_i)
-                if KEY_HEADS_APART:
-                    o_kh = (tl.maximum(o_v - (D - R), 0) // (R // H))[None, :, :]
-                    o_jc = o_j[:, :, None]
-                    b_lse_c = tl.load(
-                        lse + (o_jc.to(tl.int64) * num_tokens + o_row) * H + o_kh,
-                        mask=m_query, other=0.0,
-                    )  # fmt: skip
-                    b_wc, _, _ = weight_of(
-                        dots, rstds, bias, b_lse_c, o_row, i, m_i, o_jc, o_kh, m_query,
-                        num_sources, scale, Q, H,
-                    )  # fmt: skip
-                    o_qc = o_jc * H + o_kh
-                    b_ac = tl.load(p_along + i * (Q * H) + o_qc, mask=m_query & m_i, other=0.0)
-                    b_restc = tl.load(p_along + num_sources * (Q * H) + o_qc, mask=m_query, other=0.0)
-                    b_gd_v = b_wc * (b_ac + b_restc) * (b_r * scale)
-                else:
-                    b_gd_v = b_gd[:, :, None]
                 b_dq += source_backward(
-                    b_vs[c], b_ks[c], b_g, b_q, b_w, b_gd, b_gd_v, b_dot, b_r, i, m_i, o_row,
-                    grad_values, grad_keys, num_tokens, o_v, m_v, o_k, m_k, D, R, NORM, KEYS,
+                    b_v, b_k, b_g, b_q, b_w, b_gz, b_dot, b_r, scale, p_gz, i, m_i, o_row,
+                    num_tokens, grad_values, grad_keys, o_v, m_v, o_k, m_k, m_query,
+                    QP, D, R, H, NORM, KEYS, KEY_HEADS_APART,
                 )  # fmt: skip
 
     p_dq = grad_query + (pid * Q + o_q[:, None, None]) * R + o_k[None, :, :]

@@ -17,6 +17,7 @@ class Launch(NamedTuple):
     num_warps: int
     chunk: int  # sources whose loads are in flight together
     resident: bool  # the chunk is all of the sources
+    keep: bool = True
     programs_per_processor: int = 1  # for kernels whose programs loop over tokens
 
 
@@ -30,12 +31,19 @@ def forward(at: Layout) -> Launch:
 
 def backward(at: Layout) -> Launch:
     """Choose the launch of the backward pass; several queries leave no registers for all sources."""
-    resident = at.S <= MAX_RESIDENT and at.Q == 1 and not at.key_heads_apart
+    resident = at.S <= MAX_RESIDENT and at.Q == 1
     chunk = at.S if resident else 2
     queries = power_of_two(at.Q)
     held = chunk * _source(at) + (queries + 1) * at.value_tile + queries * at.key_tile
     num_warps = _warps(held, BACKWARD_BYTES)
-    return Launch(num_warps, chunk, resident, max(1, 8 // num_warps))
+    return Launch(num_warps, chunk, resident, True, max(1, 8 // num_warps))
+
+
+def merge(at: Layout) -> Launch:
+    """Choose the launch of both passes of a merge."""
+    queries = power_of_two(at.Q)
+    num_warps = _warps(2 * queries * at.value_tile + at.value_tile + at.key_tile, BACKWARD_BYTES)
+    return Launch(num_warps, 1, True, True, max(1, 8 // num_warps))
 
 
 def _source(at: Layout) -> int:

@@ -1,0 +1,292 @@
+"""Forward and backward pass of `depth_merge`: one source joins a finished read.
+
+`b_` names a block, `o_` offsets, `m_` a mask, `p_` a pointer.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from depthroute.ops.kernels import tuning
+from depthroute.ops.kernels.gradient import source_backward
+from depthroute.ops.kernels.layout import (
+    Layout,
+    as_bias,
+    as_query_rows,
+    as_rows,
+    key_rows,
+    power_of_two,
+)
+from depthroute.ops.kernels.sources import inverse_rms, num_programs
+from depthroute.ops.scores import ScoreRule
+
+
+class Merged(NamedTuple):
+    """Results of a merge and what its backward pass needs of them."""
+
+    out: Tensor  # [Q, *b, D]
+    lse: Tensor  # [Q, *b, H]
+    dots: Tensor  # [T, Q, H], scores before norm, scale and bias
+    rstds: Tensor  # [T], what the norm multiplies them by
+    keep: Tensor  # [T, Q, H], weight of the old read
+    take: Tensor  # [T, Q, H], weight of the new source
+
+
+class MergeGradients(NamedTuple):
+    """Gradients of the arguments of a merge; None for arguments that it lacks."""
+
+    out: Tensor  # [Q, *b, D]
+    lse: Tensor  # [Q, *b, H]
+    value: Tensor  # [*b, D]
+    query: Tensor  # [Q, R]
+    key: Tensor | None  # [*b, R]
+    bias: Tensor | None  # [Q, 1, *b]
+
+
+def depth_merge_fwd(
+    out: Tensor,
+    lse: Tensor,
+    value: Tensor,
+    query: Tensor,
+    key: Tensor | None,
+    bias: Tensor | None,
+    rule: ScoreRule,
+) -> Merged:
+    """Launch the forward pass on validated arguments (`checks.Merge`)."""
+    at, key_list = _layout(value, query, key, rule)
+    batch = value.shape[:-1]
+    numbers = (at.T, at.Q, at.H)
+    result = Merged(
+        value.new_empty((at.Q, *batch, at.D)),
+        lse.new_empty((at.Q, *batch, at.H)),
+        lse.new_empty(numbers),
+        lse.new_empty(numbers[:1]),
+        lse.new_empty(numbers),
+        lse.new_empty(numbers),
+    )
+    if not at.T:
+        return result
+    old, row = as_query_rows(out), as_rows(value)
+    key_row = key_rows([row], key_list, at)[0]
+    depth_merge_fwd_kernel[(at.T,)](
+        old,
+        lse.contiguous(),
+        row,
+        key_row,
+        query.float().contiguous(),
+        as_bias(bias, at, batch),
+        *result,
+        *old.stride()[:2],
+        row.stride(0),
+        key_row.stride(0),
+        at.T,
+        rule.eps,
+        rule.scale,
+        Q=at.Q,
+        QP=power_of_two(at.Q),
+        **at.constants,
+        num_warps=tuning.merge(at).num_warps,
+    )
+    return result
+
+
+def depth_merge_bwd(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    value: Tensor,
+    query: Tensor,
+    key: Tensor | None,
+    bias: Tensor | None,
+    merged: Merged,
+    rule: ScoreRule,
+) -> MergeGradients:
+    """Launch the backward pass on the arguments of the forward pass and its results."""
+    at, key_list = _layout(value, query, key, rule)
+    grads = MergeGradients(
+        torch.empty_like(out, memory_format=torch.contiguous_format),
+        torch.empty_like(merged.lse),
+        torch.empty_like(value, memory_format=torch.contiguous_format),
+        torch.zeros_like(query),
+        None if key is None else torch.empty_like(key, memory_format=torch.contiguous_format),
+        None if bias is None else bias.new_zeros(bias.shape),
+    )
+    if not at.T:
+        return grads
+    old, row, upstream = as_query_rows(out), as_rows(value), as_query_rows(grad_out)
+    key_row = key_rows([row], key_list, at)[0]
+    launch = tuning.merge(at)
+    programs = num_programs(at.T, launch.programs_per_processor, query.device)
+    keep_logits = bias is not None or at.key_heads_apart
+    grad_logits = torch.empty_like(merged.dots) if keep_logits else None
+    grad_query = merged.lse.new_empty((programs, at.Q, at.R))
+    depth_merge_bwd_kernel[(programs,)](
+        upstream,
+        None if grad_lse is None else grad_lse.contiguous(),
+        old,
+        row,
+        key_row,
+        query.float().contiguous(),
+        *merged[2:],
+        grads.out,
+        grads.lse,
+        grads.value,
+        grads.key,
+        grad_query,
+        grad_logits,
+        *upstream.stride()[:2],
+        *old.stride()[:2],
+        row.stride(0),
+        key_row.stride(0),
+        at.T,
+        rule.scale,
+        Q=at.Q,
+        QP=power_of_two(at.Q),
+        **at.constants,
+        KEY_HEADS_APART=at.key_heads_apart,
+        num_warps=launch.num_warps,
+    )
+    if bias is not None:
+        assert grad_logits is not None
+        grads = grads._replace(bias=grad_logits.sum(-1).T.reshape(bias.shape))
+    return grads._replace(query=grad_query.sum(0).to(query.dtype))
+
+
+def _layout(
+    value: Tensor, query: Tensor, key: Tensor | None, rule: ScoreRule
+) -> tuple[Layout, list[Tensor] | None]:
+    keys = None if key is None else [key]
+    return Layout.of([value], keys, query, rule), keys
+
+
+@triton.jit
+def depth_merge_fwd_kernel(
+    old, old_lse, value, key, query, bias, out, lse, dots, rstds, keep, take,
+    stride_o_query, stride_o_token, stride_v, stride_k, num_tokens, eps, scale,
+    Q: tl.constexpr, QP: tl.constexpr,
+    D: tl.constexpr, R: tl.constexpr, H: tl.constexpr, NORM: tl.constexpr, KEYS: tl.constexpr,
+    HP: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Merge the source of one token into every query's read."""
+    t = tl.program_id(0)
+    o_row = t.to(tl.int64)
+    o_q, o_h = tl.arange(0, QP), tl.arange(0, HP)
+    o_c, o_r = tl.arange(0, BC), tl.arange(0, BK)
+    m_h = o_h < H
+    o_v = o_h[:, None] * (D // H) + o_c[None, :]
+    m_v = m_h[:, None] & (o_c < D // H)[None, :]
+    o_k = o_h[:, None] * (R // H) + o_r[None, :]
+    m_k = m_h[:, None] & (o_r < R // H)[None, :]
+    o_j = o_q[:, None]
+    m_q = (o_q < Q)[:, None] & m_h[None, :]
+    o_q3, m_q3 = o_q[:, None, None], (o_q < Q)[:, None, None]
+    m_out = m_q3 & m_v[None, :, :]
+
+    p_old = old + o_q3.to(tl.int64) * stride_o_query + o_row * stride_o_token
+    b_old = tl.load(p_old + o_v[None, :, :], mask=m_out, other=0.0).to(tl.float32)
+    b_v = tl.load(value + o_row * stride_v + o_v, mask=m_v, other=0.0).to(tl.float32)
+    if KEYS == "value":
+        b_k = b_v
+    else:
+        b_k = tl.load(key + o_row * stride_k + o_k, mask=m_k, other=0.0).to(tl.float32)
+    p_q = query + o_q3 * R + o_k[None, :, :]
+    b_q = tl.load(p_q, mask=m_q3 & m_k[None, :, :], other=0.0, eviction_policy="evict_last")
+    o_lse = (o_j.to(tl.int64) * num_tokens + o_row) * H + o_h[None, :]
+    b_lse = tl.load(old_lse + o_lse, mask=m_q, other=0.0)
+
+    b_r = inverse_rms(b_v, b_k, eps, NORM, D, R)
+    b_dot = tl.sum(b_q * b_k[None, :, :], axis=2)
+    b_z = b_dot * (b_r * scale)
+    if bias is not None:
+        p_b = bias.data + o_j.to(tl.int64) * bias.query + o_row * bias.token
+        b_z += tl.load(p_b + o_h[None, :] * 0, mask=m_q, other=0.0)
+    b_top = tl.maximum(b_lse, b_z)
+    b_total = b_top + tl.log(tl.exp(b_lse - b_top) + tl.exp(b_z - b_top))
+    b_keep, b_take = tl.exp(b_lse - b_total), tl.exp(b_z - b_total)
+    b_out = b_keep[:, :, None] * b_old + b_take[:, :, None] * b_v[None, :, :]
+
+    p_out = out + (o_q3.to(tl.int64) * num_tokens + o_row) * D + o_v[None, :, :]
+    tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_out)
+    tl.store(lse + o_lse, b_total, mask=m_q)
+    o_number = o_row * (Q * H) + o_j * H + o_h[None, :]
+    tl.store(rstds + o_row, b_r)
+    tl.store(dots + o_number, b_dot, mask=m_q)
+    tl.store(keep + o_number, b_keep, mask=m_q)
+    tl.store(take + o_number, b_take, mask=m_q)
+
+
+@triton.jit
+def depth_merge_bwd_kernel(
+    grad_out, grad_lse, old, value, key, query, dots, rstds, keep, take,
+    grad_old, grad_old_lse, grad_value, grad_key, grad_query, grad_logits,
+    stride_g_query, stride_g_token, stride_o_query, stride_o_token, stride_v, stride_k,
+    num_tokens, scale,
+    Q: tl.constexpr, QP: tl.constexpr,
+    D: tl.constexpr, R: tl.constexpr, H: tl.constexpr, NORM: tl.constexpr, KEYS: tl.constexpr,
+    HP: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, KEY_HEADS_APART: tl.constexpr,
+):  # fmt: skip
+    """Loop over tokens, with one row of the query's gradient for each program."""
+    pid = tl.program_id(0)
+    o_q, o_h = tl.arange(0, QP), tl.arange(0, HP)
+    o_c, o_r = tl.arange(0, BC), tl.arange(0, BK)
+    m_h = o_h < H
+    o_v = o_h[:, None] * (D // H) + o_c[None, :]
+    m_v = m_h[:, None] & (o_c < D // H)[None, :]
+    o_k = o_h[:, None] * (R // H) + o_r[None, :]
+    m_k = m_h[:, None] & (o_r < R // H)[None, :]
+    o_j = o_q[:, None]
+    m_q = (o_q < Q)[:, None] & m_h[None, :]
+    o_qh = o_j * H + o_h[None, :]
+    o_q3, m_q3 = o_q[:, None, None], (o_q < Q)[:, None, None]
+    m_out = m_q3 & m_v[None, :, :]
+    if KEYS == "separate":
+        o_query, m_query = o_k[None, :, :], m_q3 & m_k[None, :, :]
+    else:
+        o_query, m_query = (o_v - (D - R))[None, :, :], m_out & (o_v >= D - R)[None, :, :]
+    b_q = tl.load(query + o_q3 * R + o_query, mask=m_query, other=0.0)
+    b_dq = tl.zeros([QP, HP, BK], tl.float32)
+
+    for t in range(pid, num_tokens, tl.num_programs(0)):
+        o_row = tl.cast(t, tl.int64)
+        p_g = grad_out + o_q3.to(tl.int64) * stride_g_query + o_row * stride_g_token
+        b_g = tl.load(p_g + o_v[None, :, :], mask=m_out, other=0.0).to(tl.float32)
+        p_old = old + o_q3.to(tl.int64) * stride_o_query + o_row * stride_o_token
+        b_old = tl.load(p_old + o_v[None, :, :], mask=m_out, other=0.0).to(tl.float32)
+        b_v = tl.load(value + o_row * stride_v + o_v, mask=m_v, other=0.0).to(tl.float32)
+        if KEYS == "value":
+            b_k = b_v
+        else:
+            b_k = tl.load(key + o_row * stride_k + o_k, mask=m_k, other=0.0).to(tl.float32)
+        o_number = o_row * (Q * H) + o_qh
+        b_dot = tl.load(dots + o_number, mask=m_q, other=0.0)
+        b_keep = tl.load(keep + o_number, mask=m_q, other=0.0)
+        b_take = tl.load(take + o_number, mask=m_q, other=0.0)
+        b_r = tl.load(rstds + o_row)
+        o_lse = (o_j.to(tl.int64) * num_tokens + o_row) * H + o_h[None, :]
+        if grad_lse is None:
+            b_glse = tl.zeros([QP, HP], tl.float32)
+        else:
+            b_glse = tl.load(grad_lse + o_lse, mask=m_q, other=0.0)
+
+        # moving mass from the old read to the new source changes the output along their difference
+        b_moved = b_keep * b_take * tl.sum(b_g * (b_v[None, :, :] - b_old), axis=2)
+        b_gz = b_take * b_glse + b_moved
+        tl.store(grad_old_lse + o_lse, b_keep * b_glse - b_moved, mask=m_q)
+        p_dold = grad_old + (o_q3.to(tl.int64) * num_tokens + o_row) * D + o_v[None, :, :]
+        b_dold = b_keep[:, :, None] * b_g
+        tl.store(p_dold, b_dold.to(grad_old.dtype.element_ty), mask=m_out)
+        p_gz = grad_logits
+        if grad_logits is not None:
+            p_gz = grad_logits + o_row * (Q * H)
+            tl.store(p_gz + o_qh, b_gz, mask=m_q)
+        b_dq += source_backward(
+            b_v, b_k, b_g, b_q, b_take, b_gz, b_dot, b_r, scale, p_gz, 0, True, o_row,
+            num_tokens, grad_value, grad_key, o_v, m_v, o_k, m_k, m_query,
+            QP, D, R, H, NORM, KEYS, KEY_HEADS_APART,
+        )  # fmt: skip
+
+    p_dq = grad_query + (pid * Q + o_q3) * R + o_k[None, :, :]
+    tl.store(p_dq, b_dq, mask=m_q3 & m_k[None, :, :])
