@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from depthroute.ops import checks, reference
+from depthroute.ops import backend, checks, fused, reference
 from depthroute.ops.scores import (
     KeyNorm,
     ScoreRule,
@@ -73,9 +73,11 @@ def depth_attend(
         null=null,
     )
     dtype = checks.out_dtype_of(out_dtype, read.values[0])
+    if backend.runs_in_triton("depth_attend", read):
+        out, lse = fused.attend(read, dtype)
     # the C++ backend of torch 2.13 gave wrong gradients of a whole decoder with `_DepthAttend`
     # inside, though right ones of a single read; let it derive them from the plain form
-    if torch.compiler.is_compiling():
+    elif torch.compiler.is_compiling():
         out, lse = reference.attend(read, dtype)
     else:
         out, lse = _DepthAttend.apply(

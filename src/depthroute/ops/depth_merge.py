@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from depthroute.ops import checks, reference
+from depthroute.ops import backend, checks, fused, reference
 from depthroute.ops.scores import (
     KeyNorm,
     ScoreRule,
@@ -61,7 +61,9 @@ def depth_merge(
         scale=scale,
         bias=bias,
     )
-    if torch.compiler.is_compiling():  # see depth_attend
+    if backend.runs_in_triton("depth_merge", given.read):
+        out, lse = fused.merge(given)
+    elif torch.compiler.is_compiling():  # see depth_attend
         out, lse = reference.merge(given)
     else:
         read = given.read

@@ -1,10 +1,9 @@
-"""Reads in Triton kernels: autograd functions for eager mode, registered operations for compilers.
+"""Reads in Triton kernels: autograd functions in eager mode, registered operations in compiled.
 
-Both call the same launchers. An eager call skips torch's dispatcher, which would take longer than
-a small read; a compiler sees one opaque operation with a registered gradient.
+Both call the same launchers. An eager call skips torch's dispatcher, which takes longer than a
+small read.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,14 +11,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from depthroute.ops.checks import Merge, Read
-from depthroute.ops.scores import KeyNorm, ScoreRule
+from depthroute.ops.registered import attend_op, merge_op
+from depthroute.ops.scores import ScoreRule
 
 
 def attend(read: Read, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return out `[Q, *b, D]` and lse `[Q, *b, H]` of a validated read."""
     if torch.compiler.is_compiling():
         out, lse, _, _ = attend_op(
-            read.values, read.keys or (), read.query, read.bias, read.null, *read.rule, out_dtype
+            read.values, read.keys or (), read.query, read.bias, read.null, out_dtype, *read.rule
         )
         return out, lse
     return _Attend.apply(
@@ -105,7 +105,7 @@ class _Merge(torch.autograd.Function):
         from depthroute.ops.kernels.depth_merge import depth_merge_fwd
 
         result = depth_merge_fwd(out, lse, value, query, key, bias, rule)
-        ctx.save_for_backward(out, value, query, key, bias, *result[2:])
+        ctx.save_for_backward(out, lse, value, query, key, bias, *result[2:])
         ctx.rule = rule
         ctx.set_materialize_grads(False)
         return result.out, result.lse
@@ -115,10 +115,10 @@ class _Merge(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
         from depthroute.ops.kernels.depth_merge import depth_merge_bwd
 
-        out, value, query, key, bias, *numbers = ctx.saved_tensors
+        out, lse, value, query, key, bias, *numbers = ctx.saved_tensors
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         grads = depth_merge_bwd(
-            grad_out, grad_lse, out, value, query, key, bias, *numbers, rule=ctx.rule
+            grad_out, grad_lse, out, lse, value, query, key, bias, *numbers, ctx.rule
         )
         return *grads, None

@@ -4,7 +4,6 @@
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import triton
@@ -21,18 +20,9 @@ from depthroute.ops.kernels.layout import (
     key_rows,
     power_of_two,
 )
+from depthroute.ops.kernels.results import AttendGradients
 from depthroute.ops.kernels.sources import is_aligned, load_keys, load_values, num_programs, pack, row_pointer
 from depthroute.ops.scores import ScoreRule
-
-
-class Gradients(NamedTuple):
-    """Gradients of the arguments of a read; None for arguments that it lacks."""
-
-    values: Tensor  # [S, *b, D]
-    keys: Tensor | None  # [S, *b, R]
-    query: Tensor  # [Q, R]
-    bias: Tensor | None  # of its own shape
-    null: Tensor | None  # [Q, H]
 
 
 def depth_attend_bwd(
@@ -47,19 +37,15 @@ def depth_attend_bwd(
     rstds: Tensor,
     lse: Tensor,
     rule: ScoreRule,
-) -> Gradients:
+) -> AttendGradients:
     """Launch the backward pass on validated arguments and the results of the forward pass."""
     at = Layout.of(values, keys, query, rule)
-    batch = values[0].shape[:-1]
-    grad_values = values[0].new_empty((at.S, *batch, at.D))
-    grad_keys = None if keys is None else keys[0].new_empty((at.S, *batch, at.R))
+    grads = AttendGradients.empty(values, keys, query, bias, null)
     if not at.T:
-        return Gradients(
-            grad_values,
-            grad_keys,
-            torch.zeros_like(query),
-            None if bias is None else torch.zeros_like(bias),
-            None if null is None else torch.zeros_like(null),
+        return grads._replace(
+            query=torch.zeros_like(query),
+            bias=None if bias is None else torch.zeros_like(bias),
+            null=None if null is None else torch.zeros_like(null),
         )
     value_rows = [as_rows(value) for value in values]
     rows = key_rows(value_rows, keys, at)
@@ -79,14 +65,14 @@ def depth_attend_bwd(
         packed,
         packed if at.keys == "value" else pack(rows, resident=resident, chunk=chunk),
         query.float().contiguous(),
-        as_bias(bias, at, batch),
+        as_bias(bias, at, values[0].shape[:-1]),
         None if null is None else null.contiguous(),
         dots,
         rstds,
         lse,
         along,
-        grad_values,
-        grad_keys,
+        grads.values,
+        grads.keys,
         grad_query,
         grad_logits,
         grad_null,
@@ -105,12 +91,10 @@ def depth_attend_bwd(
         ALIGNED=is_aligned(value_rows) and is_aligned(rows),
         num_warps=launch.num_warps,
     )
-    return Gradients(
-        grad_values,
-        grad_keys,
-        grad_query.sum(0).to(query.dtype),
-        None if bias is None else _sum_to_bias(grad_logits, bias),
-        None if grad_null is None else grad_null.sum(0),
+    return grads._replace(
+        query=grad_query.sum(0).to(query.dtype),
+        bias=None if bias is None else _sum_to_bias(grad_logits, bias),
+        null=None if grad_null is None else grad_null.sum(0),
     )
 
 

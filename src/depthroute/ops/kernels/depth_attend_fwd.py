@@ -4,7 +4,6 @@
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import triton
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from depthroute.ops.kernels import tuning
 from depthroute.ops.kernels.layout import Layout, as_bias, as_rows, key_rows
+from depthroute.ops.kernels.results import Attended
 from depthroute.ops.kernels.sources import (
     inverse_rms,
     is_aligned,
@@ -23,15 +23,6 @@ from depthroute.ops.kernels.sources import (
 from depthroute.ops.scores import ScoreRule
 
 
-class Forward(NamedTuple):
-    """Results of a read and what its backward pass needs of them."""
-
-    out: Tensor  # [Q, *b, D]
-    lse: Tensor  # [Q, *b, H]
-    dots: Tensor  # [T, S, Q, H], scores before norm, scale and bias
-    rstds: Tensor  # [T, S], what the norm multiplies them by
-
-
 def depth_attend_fwd(
     values: Sequence[Tensor],
     keys: Sequence[Tensor] | None,
@@ -40,16 +31,10 @@ def depth_attend_fwd(
     null: Tensor | None,
     rule: ScoreRule,
     out_dtype: torch.dtype,
-) -> Forward:
+) -> Attended:
     """Launch the forward pass on validated arguments (`checks.Read`)."""
     at = Layout.of(values, keys, query, rule)
-    batch, like = values[0].shape[:-1], query.new_empty((), dtype=torch.float32)
-    result = Forward(
-        values[0].new_empty((at.Q, *batch, at.D), dtype=out_dtype),
-        like.new_empty((at.Q, *batch, at.H)),
-        like.new_empty((at.T, at.S, at.Q, at.H)),
-        like.new_empty((at.T, at.S)),
-    )
+    result = Attended.empty(at, values[0], out_dtype)
     if not at.T:
         return result
     value_rows = [as_rows(value) for value in values]
@@ -61,7 +46,7 @@ def depth_attend_fwd(
         packed,
         packed if at.keys == "value" else pack(rows, resident=resident, chunk=chunk),
         query.float().contiguous(),
-        as_bias(bias, at, batch),
+        as_bias(bias, at, values[0].shape[:-1]),
         None if null is None else null.contiguous(),
         *result,
         at.T,

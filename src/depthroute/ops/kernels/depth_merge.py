@@ -3,8 +3,6 @@
 `b_` names a block, `o_` offsets, `m_` a mask, `p_` a pointer.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -20,30 +18,9 @@ from depthroute.ops.kernels.layout import (
     key_rows,
     power_of_two,
 )
+from depthroute.ops.kernels.results import Merged, MergeGradients
 from depthroute.ops.kernels.sources import inverse_rms, num_programs
 from depthroute.ops.scores import ScoreRule
-
-
-class Merged(NamedTuple):
-    """Results of a merge and what its backward pass needs of them."""
-
-    out: Tensor  # [Q, *b, D]
-    lse: Tensor  # [Q, *b, H]
-    dots: Tensor  # [T, Q, H], scores before norm, scale and bias
-    rstds: Tensor  # [T], what the norm multiplies them by
-    keep: Tensor  # [T, Q, H], weight of the old read
-    take: Tensor  # [T, Q, H], weight of the new source
-
-
-class MergeGradients(NamedTuple):
-    """Gradients of the arguments of a merge; None for arguments that it lacks."""
-
-    out: Tensor  # [Q, *b, D]
-    lse: Tensor  # [Q, *b, H]
-    value: Tensor  # [*b, D]
-    query: Tensor  # [Q, R]
-    key: Tensor | None  # [*b, R]
-    bias: Tensor | None  # [Q, 1, *b]
 
 
 def depth_merge_fwd(
@@ -57,16 +34,7 @@ def depth_merge_fwd(
 ) -> Merged:
     """Launch the forward pass on validated arguments (`checks.Merge`)."""
     at, key_list = _layout(value, query, key, rule)
-    batch = value.shape[:-1]
-    numbers = (at.T, at.Q, at.H)
-    result = Merged(
-        value.new_empty((at.Q, *batch, at.D)),
-        lse.new_empty((at.Q, *batch, at.H)),
-        lse.new_empty(numbers),
-        lse.new_empty(numbers[:1]),
-        lse.new_empty(numbers),
-        lse.new_empty(numbers),
-    )
+    result = Merged.empty(at, value)
     if not at.T:
         return result
     old, row = as_query_rows(out), as_rows(value)
@@ -77,7 +45,7 @@ def depth_merge_fwd(
         row,
         key_row,
         query.float().contiguous(),
-        as_bias(bias, at, batch),
+        as_bias(bias, at, value.shape[:-1]),
         *result,
         *old.stride()[:2],
         row.stride(0),
@@ -97,32 +65,32 @@ def depth_merge_bwd(
     grad_out: Tensor,
     grad_lse: Tensor | None,
     out: Tensor,
+    lse: Tensor,
     value: Tensor,
     query: Tensor,
     key: Tensor | None,
     bias: Tensor | None,
-    merged: Merged,
+    dots: Tensor,
+    rstds: Tensor,
+    keep: Tensor,
+    take: Tensor,
     rule: ScoreRule,
 ) -> MergeGradients:
     """Launch the backward pass on the arguments of the forward pass and its results."""
     at, key_list = _layout(value, query, key, rule)
-    grads = MergeGradients(
-        torch.empty_like(out, memory_format=torch.contiguous_format),
-        torch.empty_like(merged.lse),
-        torch.empty_like(value, memory_format=torch.contiguous_format),
-        torch.zeros_like(query),
-        None if key is None else torch.empty_like(key, memory_format=torch.contiguous_format),
-        None if bias is None else bias.new_zeros(bias.shape),
-    )
+    grads = MergeGradients.empty(out, lse, value, query, key, bias)
     if not at.T:
-        return grads
+        return grads._replace(
+            query=torch.zeros_like(query),
+            bias=None if bias is None else torch.zeros_like(bias),
+        )
     old, row, upstream = as_query_rows(out), as_rows(value), as_query_rows(grad_out)
     key_row = key_rows([row], key_list, at)[0]
     launch = tuning.merge(at)
     programs = num_programs(at.T, launch.programs_per_processor, query.device)
     keep_logits = bias is not None or at.key_heads_apart
-    grad_logits = torch.empty_like(merged.dots) if keep_logits else None
-    grad_query = merged.lse.new_empty((programs, at.Q, at.R))
+    grad_logits = torch.empty_like(dots) if keep_logits else None
+    grad_query = keep.new_empty((programs, at.Q, at.R))
     depth_merge_bwd_kernel[(programs,)](
         upstream,
         None if grad_lse is None else grad_lse.contiguous(),
@@ -130,7 +98,10 @@ def depth_merge_bwd(
         row,
         key_row,
         query.float().contiguous(),
-        *merged[2:],
+        dots,
+        rstds,
+        keep,
+        take,
         grads.out,
         grads.lse,
         grads.value,
@@ -149,10 +120,10 @@ def depth_merge_bwd(
         KEY_HEADS_APART=at.key_heads_apart,
         num_warps=launch.num_warps,
     )
-    if bias is not None:
-        assert grad_logits is not None
-        grads = grads._replace(bias=grad_logits.sum(-1).T.reshape(bias.shape))
-    return grads._replace(query=grad_query.sum(0).to(query.dtype))
+    return grads._replace(
+        query=grad_query.sum(0).to(query.dtype),
+        bias=None if bias is None else grad_logits.sum(-1).T.reshape(bias.shape),
+    )
 
 
 def _layout(

@@ -1,0 +1,106 @@
+"""What the launchers return, and its memory: also the shapes that a compiler is told."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from depthroute.ops.kernels.layout import Layout
+
+
+class Attended(NamedTuple):
+    """Results of a read, and what its backward pass needs of them."""
+
+    out: Tensor  # [Q, *b, D]
+    lse: Tensor  # [Q, *b, H]
+    dots: Tensor  # [T, S, Q, H], scores before norm, scale and bias
+    rstds: Tensor  # [T, S], what the norm multiplies them by
+
+    @classmethod
+    def empty(cls, at: Layout, value: Tensor, out_dtype: torch.dtype) -> "Attended":
+        """Allocate the results of a read whose sources are like `value`."""
+        batch, wide = value.shape[:-1], torch.float32
+        return cls(
+            value.new_empty((at.Q, *batch, at.D), dtype=out_dtype),
+            value.new_empty((at.Q, *batch, at.H), dtype=wide),
+            value.new_empty((at.T, at.S, at.Q, at.H), dtype=wide),
+            value.new_empty((at.T, at.S), dtype=wide),
+        )
+
+
+class AttendGradients(NamedTuple):
+    """Gradients of the arguments of a read; None for one that it lacks."""
+
+    values: Tensor  # [S, *b, D]
+    keys: Tensor | None  # [S, *b, R]
+    query: Tensor  # [Q, R]
+    bias: Tensor | None  # of its own shape
+    null: Tensor | None  # [Q, H]
+
+    @classmethod
+    def empty(
+        cls,
+        values: Sequence[Tensor],
+        keys: Sequence[Tensor] | None,
+        query: Tensor,
+        bias: Tensor | None,
+        null: Tensor | None,
+    ) -> "AttendGradients":
+        """Allocate them."""
+        return cls(
+            values[0].new_empty((len(values), *values[0].shape)),
+            None if keys is None else keys[0].new_empty((len(keys), *keys[0].shape)),
+            query.new_empty(query.shape),
+            None if bias is None else bias.new_empty(bias.shape),
+            None if null is None else null.new_empty(null.shape),
+        )
+
+
+class Merged(NamedTuple):
+    """Results of a merge, and what its backward pass needs of them."""
+
+    out: Tensor  # [Q, *b, D]
+    lse: Tensor  # [Q, *b, H]
+    dots: Tensor  # [T, Q, H], scores before norm, scale and bias
+    rstds: Tensor  # [T], what the norm multiplies them by
+    keep: Tensor  # [T, Q, H], weight of the old read
+    take: Tensor  # [T, Q, H], weight of the new source
+
+    @classmethod
+    def empty(cls, at: Layout, value: Tensor) -> "Merged":
+        """Allocate the results of a merge of `value`."""
+        batch, wide, numbers = value.shape[:-1], torch.float32, (at.T, at.Q, at.H)
+        return cls(
+            value.new_empty((at.Q, *batch, at.D)),
+            value.new_empty((at.Q, *batch, at.H), dtype=wide),
+            value.new_empty(numbers, dtype=wide),
+            value.new_empty(numbers[:1], dtype=wide),
+            value.new_empty(numbers, dtype=wide),
+            value.new_empty(numbers, dtype=wide),
+        )
+
+
+class MergeGradients(NamedTuple):
+    """Gradients of the arguments of a merge, each of its own shape; None for one that it lacks."""
+
+    out: Tensor
+    lse: Tensor
+    value: Tensor
+    query: Tensor
+    key: Tensor | None
+    bias: Tensor | None
+
+    @classmethod
+    def empty(
+        cls,
+        out: Tensor,
+        lse: Tensor,
+        value: Tensor,
+        query: Tensor,
+        key: Tensor | None,
+        bias: Tensor | None,
+    ) -> "MergeGradients":
+        """Allocate them."""
+        given = (out, lse, value, query, key, bias)
+        return cls(*(None if x is None else x.new_empty(x.shape) for x in given))

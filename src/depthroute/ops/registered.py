@@ -1,0 +1,195 @@
+"""The Triton reads as operations that torch.compile takes whole, with their shapes and gradients.
+
+Opaque (`custom_op`) rather than traced (`triton_op`): the launchers need addresses of tensors,
+which a tracer's tensors lack, and the same path then runs in Triton's interpreter.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from depthroute.ops.kernels.layout import Layout
+from depthroute.ops.kernels.results import Attended, AttendGradients, Merged, MergeGradients
+from depthroute.ops.scores import ScoreRule
+
+
+@torch.library.custom_op("depthroute::attend", mutates_args=())
+def attend_op(
+    values: Sequence[Tensor],
+    keys: Sequence[Tensor],
+    query: Tensor,
+    bias: Tensor | None,
+    null: Tensor | None,
+    out_dtype: torch.dtype,
+    heads: int,
+    key_norm: str,
+    eps: float,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the `Attended` of a validated read; keys that are cut from values are an empty list."""
+    from depthroute.ops.kernels.depth_attend_fwd import depth_attend_fwd
+
+    rule = ScoreRule(heads, key_norm, eps, scale)
+    return tuple(depth_attend_fwd(values, keys or None, query, bias, null, rule, out_dtype))
+
+
+@attend_op.register_fake
+def _(values, keys, query, bias, null, out_dtype, *rule):  # type: ignore[no-untyped-def]
+    at = Layout.of(values, keys or None, query, ScoreRule(*rule))
+    return tuple(Attended.empty(at, values[0], out_dtype))
+
+
+@torch.library.custom_op("depthroute::attend_backward", mutates_args=())
+def attend_backward_op(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    values: Sequence[Tensor],
+    keys: Sequence[Tensor],
+    query: Tensor,
+    bias: Tensor | None,
+    null: Tensor | None,
+    dots: Tensor,
+    rstds: Tensor,
+    lse: Tensor,
+    heads: int,
+    key_norm: str,
+    eps: float,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the `AttendGradients`, with empty tensors in place of None."""
+    from depthroute.ops.kernels.depth_attend_bwd import depth_attend_bwd
+
+    rule = ScoreRule(heads, key_norm, eps, scale)
+    grads = depth_attend_bwd(
+        grad_out, grad_lse, values, keys or None, query, bias, null, dots, rstds, lse, rule
+    )
+    return _without_none(grads, query)
+
+
+@attend_backward_op.register_fake
+def _(grad_out, grad_lse, values, keys, query, bias, null, *rest):  # type: ignore[no-untyped-def]
+    return _without_none(AttendGradients.empty(values, keys or None, query, bias, null), query)
+
+
+def _attend_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    values, keys, query, bias, null, _, *ctx.rule = inputs
+    _, lse, dots, rstds = output
+    ctx.num_sources = len(values)
+    ctx.save_for_backward(query, bias, null, dots, rstds, lse, *values, *keys)
+    ctx.set_materialize_grads(False)
+
+
+def _attend_backward(
+    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *unused: Tensor | None
+) -> tuple[Any, ...]:
+    query, bias, null, dots, rstds, lse, *tensors = ctx.saved_tensors
+    values, keys = tensors[: ctx.num_sources], tensors[ctx.num_sources :]
+    if grad_out is None:
+        grad_out = values[0].new_zeros((len(query), *values[0].shape))
+    grads = attend_backward_op(
+        grad_out, grad_lse, values, keys, query, bias, null, dots, rstds, lse, *ctx.rule
+    )
+    return (
+        list(grads[0].unbind(0)),
+        list(grads[1].unbind(0)) if keys else [],
+        grads[2],
+        None if bias is None else grads[3],
+        None if null is None else grads[4],
+        *[None] * 5,
+    )
+
+
+attend_op.register_autograd(_attend_backward, setup_context=_attend_setup)
+
+
+@torch.library.custom_op("depthroute::merge", mutates_args=())
+def merge_op(
+    out: Tensor,
+    lse: Tensor,
+    value: Tensor,
+    query: Tensor,
+    key: Tensor | None,
+    bias: Tensor | None,
+    heads: int,
+    key_norm: str,
+    eps: float,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the `Merged` of a validated merge."""
+    from depthroute.ops.kernels.depth_merge import depth_merge_fwd
+
+    rule = ScoreRule(heads, key_norm, eps, scale)
+    return tuple(depth_merge_fwd(out, lse, value, query, key, bias, rule))
+
+
+@merge_op.register_fake
+def _(out, lse, value, query, key, bias, *rule):  # type: ignore[no-untyped-def]
+    keys = None if key is None else [key]
+    return tuple(Merged.empty(Layout.of([value], keys, query, ScoreRule(*rule)), value))
+
+
+@torch.library.custom_op("depthroute::merge_backward", mutates_args=())
+def merge_backward_op(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    value: Tensor,
+    query: Tensor,
+    key: Tensor | None,
+    bias: Tensor | None,
+    dots: Tensor,
+    rstds: Tensor,
+    keep: Tensor,
+    take: Tensor,
+    heads: int,
+    key_norm: str,
+    eps: float,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the `MergeGradients`, with empty tensors in place of None."""
+    from depthroute.ops.kernels.depth_merge import depth_merge_bwd
+
+    rule = ScoreRule(heads, key_norm, eps, scale)
+    numbers = (dots, rstds, keep, take)
+    grads = depth_merge_bwd(
+        grad_out, grad_lse, out, lse, value, query, key, bias, *numbers, rule
+    )
+    return _without_none(grads, query)
+
+
+@merge_backward_op.register_fake
+def _(grad_out, grad_lse, out, lse, value, query, key, bias, *rest):  # type: ignore[no-untyped-def]
+    return _without_none(MergeGradients.empty(out, lse, value, query, key, bias), query)
+
+
+def _merge_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.rule = inputs[6:]
+    ctx.save_for_backward(*inputs[:6], *output[2:])
+    ctx.set_materialize_grads(False)
+
+
+def _merge_backward(
+    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *unused: Tensor | None
+) -> tuple[Any, ...]:
+    out, lse, value, query, key, bias, *numbers = ctx.saved_tensors
+    if grad_out is None:
+        grad_out = torch.zeros_like(out)
+    *grads, grad_key, grad_bias = merge_backward_op(
+        grad_out, grad_lse, out, lse, value, query, key, bias, *numbers, *ctx.rule
+    )
+    return (
+        *grads,
+        None if key is None else grad_key,
+        None if bias is None else grad_bias,
+        *[None] * 4,
+    )
+
+
+merge_op.register_autograd(_merge_backward, setup_context=_merge_setup)
+
+
+def _without_none(results: tuple[Tensor | None, ...], like: Tensor) -> tuple[Any, ...]:
+    return tuple(like.new_empty(0) if x is None else x for x in results)
