@@ -65,7 +65,9 @@ def test_a_file_imports_from_its_own_level_or_below(path: Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_optional_packages_are_imported_inside_functions(path: Path) -> None:
     on_import = imports(without_functions(ast.parse(path.read_text()).body))
-    assert not {name.partition(".")[0] for name in on_import} & OPTIONAL
+    # a kernel is compiled where it is defined; whoever launches it imports its module
+    allowed = {"triton"} if path.parent == ROOT / "ops" / "kernels" else set()
+    assert not {name.partition(".")[0] for name in on_import} & OPTIONAL - allowed
 
 
 def test_the_rules_see_through_classes_and_branches() -> None:

@@ -18,17 +18,21 @@ MAX_SOURCES, MAX_QUERIES, MAX_WIDTH = 129, 16, 8192
 _logger = logging.getLogger("depthroute.ops")
 _setting: Backend = "auto"
 _said: set[tuple[str, str]] = set()
+# read once: torch.compile traces the code below
 _has_triton = importlib.util.find_spec("triton") is not None
+_interprets = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @contextmanager
 def use_backend(backend: Backend) -> Iterator[None]:
     """Choose what runs the reads within the block, in every thread of the process.
 
+    A backward pass runs where its forward pass ran.
+
     Args:
         backend: "auto" takes the Triton kernels for CUDA tensors that they support, and plain
-            PyTorch for all others; "reference" takes plain PyTorch; "triton" refuses what the
-            kernels do not support. The backward pass follows the forward pass.
+            PyTorch for everything else; "reference" takes plain PyTorch; "triton" refuses what the
+            kernels do not support.
 
     Raises:
         ValueError: An unknown backend; within the block, a read that "triton" cannot run.
@@ -44,56 +48,27 @@ def use_backend(backend: Backend) -> Iterator[None]:
 
 
 def runs_in_triton(op: str, read: Read) -> bool:
-    """Decide for one call of an op; the first call of each outcome is logged.
+    """Decide for one call of an op; the first decision of each kind is logged.
 
     Raises:
         ValueError: The backend is "triton" and the kernels do not support the read.
     """
-    if _setting == "reference":
+    on_cuda = read.values[0].is_cuda
+    if _setting == "reference" or (_setting == "auto" and not on_cuda):
         return False
-    device = read.values[0].device
-    reason = _unsupported_device(device.type, device.index) or _unsupported_read(read)
+    reason = _unsupported_device(read.values[0].device) or _unsupported_read(read)
     if _setting == "triton" and reason:
         raise ValueError(f'{op} cannot run with backend "triton": {reason}')
-    if _setting == "auto" and device.type != "cuda":
-        return False
-    _say(op, reason)
+    if torch.compiler.is_compiling():
+        from depthroute.ops.traced import say
+    else:
+        say = report
+    say(op, reason)
     return not reason
 
 
-# Dynamo calls these when it traces, instead of tracing into them
-@torch.compiler.assume_constant_result
-def _unsupported_device(kind: str, index: int | None) -> str:
-    if not _has_triton:
-        return 'triton is not installed: pip install "depthroute[gpu]"'
-    if kind == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
-        return ""
-    if kind != "cuda":
-        return f"the tensors are on {kind}, not on a CUDA device"
-    if torch.version.hip is not None:
-        return "AMD devices are not supported"
-    capability = torch.cuda.get_device_capability(index)
-    if capability < (8, 0):
-        return f"the device has compute capability {capability}, below (8, 0)"
-    return ""
-
-
-def _unsupported_read(read: Read) -> str:
-    value, (num_queries, rank) = read.values[0], read.query.shape
-    dtypes = {value.dtype, read.query.dtype, *(key.dtype for key in read.keys or ())}
-    for dtype in dtypes - {torch.float32, torch.bfloat16, torch.float16}:
-        return f"{dtype} is not among float32, bfloat16 and float16"
-    if len(read.values) > MAX_SOURCES:
-        return f"more than {MAX_SOURCES} sources, {len(read.values)}"
-    if num_queries > MAX_QUERIES:
-        return f"more than {MAX_QUERIES} queries, {num_queries}"
-    if max(value.shape[-1], rank) > MAX_WIDTH:
-        return f"a value or key wider than {MAX_WIDTH}, {max(value.shape[-1], rank)}"
-    return ""
-
-
-@torch.compiler.assume_constant_result
-def _say(op: str, reason: str) -> None:
+def report(op: str, reason: str) -> None:
+    """Log once what runs an op: the kernels, or plain PyTorch for a reason."""
     if (op, reason) in _said:
         return
     _said.add((op, reason))
@@ -101,3 +76,30 @@ def _say(op: str, reason: str) -> None:
         _logger.warning("%s runs in plain PyTorch: %s", op, reason)
     else:
         _logger.info("%s runs in Triton kernels", op)
+
+
+def _unsupported_device(device: torch.device) -> str:
+    if not _has_triton:
+        return 'triton is not installed: pip install "depthroute[gpu]"'
+    if device.type == "cpu" and _interprets:
+        return ""
+    if device.type != "cuda":
+        return f"the tensors are on {device.type}, not on a CUDA device"
+    if torch.version.hip is not None:
+        return "AMD devices are not supported"
+    major = torch.cuda.get_device_properties(device).major
+    return "" if major >= 8 else f"the device has compute capability {major}.x, below 8.0"
+
+
+def _unsupported_read(read: Read) -> str:
+    value, (num_queries, rank) = read.values[0], read.query.shape
+    for tensor in (value, read.query, *(read.keys or ())[:1]):
+        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return f"{tensor.dtype} is not one of float32, bfloat16, float16"
+    if len(read.values) > MAX_SOURCES:
+        return f"{len(read.values)} sources, more than {MAX_SOURCES}"
+    if num_queries > MAX_QUERIES:
+        return f"{num_queries} queries, more than {MAX_QUERIES}"
+    if max(value.shape[-1], rank) > MAX_WIDTH:
+        return f"{max(value.shape[-1], rank)} columns, more than {MAX_WIDTH}"
+    return ""

@@ -115,10 +115,10 @@ class _Merge(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
         from depthroute.ops.kernels.depth_merge import depth_merge_bwd
 
-        out, lse, value, query, key, bias, *numbers = ctx.saved_tensors
+        out, lse, value, query, key, bias, dots, rstds, keep, take = ctx.saved_tensors
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         grads = depth_merge_bwd(
-            grad_out, grad_lse, out, lse, value, query, key, bias, *numbers, ctx.rule
+            grad_out, grad_lse, out, lse, value, query, key, bias, dots, rstds, keep, take, ctx.rule
         )
         return *grads, None

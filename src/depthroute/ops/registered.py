@@ -5,14 +5,14 @@ which a tracer's tensors lack, and the same path then runs in Triton's interpret
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from depthroute.ops.kernels.layout import Layout
 from depthroute.ops.kernels.results import Attended, AttendGradients, Merged, MergeGradients
-from depthroute.ops.scores import ScoreRule
+from depthroute.ops.scores import KeyNorm, ScoreRule
 
 
 @torch.library.custom_op("depthroute::attend", mutates_args=())
@@ -28,11 +28,11 @@ def attend_op(
     eps: float,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the `Attended` of a validated read; keys that are cut from values are an empty list."""
+    """Return the `Attended` of a validated read; no keys is an empty list."""
     from depthroute.ops.kernels.depth_attend_fwd import depth_attend_fwd
 
-    rule = ScoreRule(heads, key_norm, eps, scale)
-    return tuple(depth_attend_fwd(values, keys or None, query, bias, null, rule, out_dtype))
+    rule = ScoreRule(heads, cast(KeyNorm, key_norm), eps, scale)
+    return tuple(depth_attend_fwd(values, keys or None, query, bias, null, rule, out_dtype))  # type: ignore[return-value]
 
 
 @attend_op.register_fake
@@ -61,7 +61,7 @@ def attend_backward_op(
     """Return the `AttendGradients`, with empty tensors in place of None."""
     from depthroute.ops.kernels.depth_attend_bwd import depth_attend_bwd
 
-    rule = ScoreRule(heads, key_norm, eps, scale)
+    rule = ScoreRule(heads, cast(KeyNorm, key_norm), eps, scale)
     grads = depth_attend_bwd(
         grad_out, grad_lse, values, keys or None, query, bias, null, dots, rstds, lse, rule
     )
@@ -120,8 +120,8 @@ def merge_op(
     """Return the `Merged` of a validated merge."""
     from depthroute.ops.kernels.depth_merge import depth_merge_fwd
 
-    rule = ScoreRule(heads, key_norm, eps, scale)
-    return tuple(depth_merge_fwd(out, lse, value, query, key, bias, rule))
+    rule = ScoreRule(heads, cast(KeyNorm, key_norm), eps, scale)
+    return tuple(depth_merge_fwd(out, lse, value, query, key, bias, rule))  # type: ignore[return-value]
 
 
 @merge_op.register_fake
@@ -152,11 +152,9 @@ def merge_backward_op(
     """Return the `MergeGradients`, with empty tensors in place of None."""
     from depthroute.ops.kernels.depth_merge import depth_merge_bwd
 
-    rule = ScoreRule(heads, key_norm, eps, scale)
+    rule = ScoreRule(heads, cast(KeyNorm, key_norm), eps, scale)
     numbers = (dots, rstds, keep, take)
-    grads = depth_merge_bwd(
-        grad_out, grad_lse, out, lse, value, query, key, bias, *numbers, rule
-    )
+    grads = depth_merge_bwd(grad_out, grad_lse, out, lse, value, query, key, bias, *numbers, rule)
     return _without_none(grads, query)
 
 

@@ -17,11 +17,17 @@ from depthroute.ops.kernels.layout import (
     as_bias,
     as_query_rows,
     as_rows,
-    key_rows,
     power_of_two,
 )
 from depthroute.ops.kernels.results import AttendGradients
-from depthroute.ops.kernels.sources import is_aligned, load_keys, load_values, num_programs, pack, row_pointer
+from depthroute.ops.kernels.sources import (
+    is_aligned,
+    load_keys,
+    load_values,
+    num_programs,
+    pack,
+    row_pointer,
+)
 from depthroute.ops.scores import ScoreRule
 
 
@@ -48,10 +54,9 @@ def depth_attend_bwd(
             null=None if null is None else torch.zeros_like(null),
         )
     value_rows = [as_rows(value) for value in values]
-    rows = key_rows(value_rows, keys, at)
+    rows = None if keys is None else [as_rows(key) for key in keys]
     launch = tuning.backward(at)
     resident, chunk = launch.resident, launch.chunk
-    packed = pack(value_rows, resident=resident, chunk=chunk)
     programs = num_programs(at.T, launch.programs_per_processor, query.device)
     along = lse.new_empty((programs, at.S + 1, at.Q, at.H))
     keep_logits = bias is not None or at.key_heads_apart
@@ -62,8 +67,8 @@ def depth_attend_bwd(
     depth_attend_bwd_kernel[(programs,)](
         upstream,
         None if grad_lse is None else grad_lse.contiguous(),
-        packed,
-        packed if at.keys == "value" else pack(rows, resident=resident, chunk=chunk),
+        pack(value_rows, resident=resident, chunk=chunk),
+        None if rows is None else pack(rows, resident=resident, chunk=chunk),
         query.float().contiguous(),
         as_bias(bias, at, values[0].shape[:-1]),
         None if null is None else null.contiguous(),
@@ -88,7 +93,7 @@ def depth_attend_bwd(
         CHUNK=chunk,
         RESIDENT=resident,
         KEEP=launch.keep,
-        ALIGNED=is_aligned(value_rows) and is_aligned(rows),
+        ALIGNED=is_aligned([*value_rows, *(rows or ())]),
         num_warps=launch.num_warps,
     )
     return grads._replace(
@@ -179,7 +184,20 @@ def depth_attend_bwd_kernel(
         if RESIDENT:
             b_vs = load_values(values, 0, o_row, num_sources, o_v, m_v, CHUNK, True, ALIGNED)
             b_ks = load_keys(
-                keys, b_vs, 0, o_row, num_sources, o_k, m_k, KEYS, CHUNK, True, ALIGNED
+                values,
+                keys,
+                b_vs,
+                0,
+                o_row,
+                num_sources,
+                o_k,
+                m_k,
+                D,
+                R,
+                KEYS,
+                CHUNK,
+                True,
+                ALIGNED,
             )
             b_as, b_ws = (), ()
             for c in tl.static_range(CHUNK):
@@ -220,7 +238,20 @@ def depth_attend_bwd_kernel(
                     values, start, o_row, num_sources, o_v, m_v, CHUNK, False, ALIGNED
                 )
                 b_ks = load_keys(
-                    keys, b_vs, start, o_row, num_sources, o_k, m_k, KEYS, CHUNK, False, ALIGNED
+                    values,
+                    keys,
+                    b_vs,
+                    start,
+                    o_row,
+                    num_sources,
+                    o_k,
+                    m_k,
+                    D,
+                    R,
+                    KEYS,
+                    CHUNK,
+                    False,
+                    ALIGNED,
                 )
             for c in tl.static_range(CHUNK):
                 i, m_i = start + c, start + c < num_sources

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from depthroute.ops.kernels import tuning
-from depthroute.ops.kernels.layout import Layout, as_bias, as_rows, key_rows
+from depthroute.ops.kernels.layout import Layout, as_bias, as_rows
 from depthroute.ops.kernels.results import Attended
 from depthroute.ops.kernels.sources import (
     inverse_rms,
@@ -38,13 +38,12 @@ def depth_attend_fwd(
     if not at.T:
         return result
     value_rows = [as_rows(value) for value in values]
-    rows = key_rows(value_rows, keys, at)
+    rows = None if keys is None else [as_rows(key) for key in keys]
     launch = tuning.forward(at)
     resident, chunk = launch.resident, launch.chunk
-    packed = pack(value_rows, resident=resident, chunk=chunk)
     depth_attend_fwd_kernel[(at.T if resident else at.T * at.Q,)](
-        packed,
-        packed if at.keys == "value" else pack(rows, resident=resident, chunk=chunk),
+        pack(value_rows, resident=resident, chunk=chunk),
+        None if rows is None else pack(rows, resident=resident, chunk=chunk),
         query.float().contiguous(),
         as_bias(bias, at, values[0].shape[:-1]),
         None if null is None else null.contiguous(),
@@ -57,7 +56,7 @@ def depth_attend_fwd(
         **at.constants,
         CHUNK=chunk,
         RESIDENT=resident,
-        ALIGNED=is_aligned(value_rows) and is_aligned(rows),
+        ALIGNED=is_aligned([*value_rows, *(rows or ())]),
         num_warps=launch.num_warps,
     )
     return result
@@ -93,7 +92,9 @@ def depth_attend_fwd_kernel(
 
     if RESIDENT:
         b_vs = load_values(values, 0, o_row, num_sources, o_v, m_v, CHUNK, True, ALIGNED)
-        b_ks = load_keys(keys, b_vs, 0, o_row, num_sources, o_k, m_k, KEYS, CHUNK, True, ALIGNED)
+        b_ks = load_keys(
+            values, keys, b_vs, 0, o_row, num_sources, o_k, m_k, D, R, KEYS, CHUNK, True, ALIGNED
+        )
         b_rs = ()
         for c in tl.static_range(CHUNK):
             b_r = inverse_rms(b_vs[c], b_ks[c], eps, NORM, D, R)
@@ -116,7 +117,20 @@ def depth_attend_fwd_kernel(
                     values, start, o_row, num_sources, o_v, m_v, CHUNK, False, ALIGNED
                 )
                 b_ks = load_keys(
-                    keys, b_vs, start, o_row, num_sources, o_k, m_k, KEYS, CHUNK, False, ALIGNED
+                    values,
+                    keys,
+                    b_vs,
+                    start,
+                    o_row,
+                    num_sources,
+                    o_k,
+                    m_k,
+                    D,
+                    R,
+                    KEYS,
+                    CHUNK,
+                    False,
+                    ALIGNED,
                 )
             b_zs = ()
             b_new = b_top

@@ -15,7 +15,6 @@ from depthroute.ops.kernels.layout import (
     as_bias,
     as_query_rows,
     as_rows,
-    key_rows,
     power_of_two,
 )
 from depthroute.ops.kernels.results import Merged, MergeGradients
@@ -33,12 +32,12 @@ def depth_merge_fwd(
     rule: ScoreRule,
 ) -> Merged:
     """Launch the forward pass on validated arguments (`checks.Merge`)."""
-    at, key_list = _layout(value, query, key, rule)
+    at = _layout(value, query, key, rule)
     result = Merged.empty(at, value)
     if not at.T:
         return result
     old, row = as_query_rows(out), as_rows(value)
-    key_row = key_rows([row], key_list, at)[0]
+    key_row = row if key is None else as_rows(key)
     depth_merge_fwd_kernel[(at.T,)](
         old,
         lse.contiguous(),
@@ -77,7 +76,7 @@ def depth_merge_bwd(
     rule: ScoreRule,
 ) -> MergeGradients:
     """Launch the backward pass on the arguments of the forward pass and its results."""
-    at, key_list = _layout(value, query, key, rule)
+    at = _layout(value, query, key, rule)
     grads = MergeGradients.empty(out, lse, value, query, key, bias)
     if not at.T:
         return grads._replace(
@@ -85,7 +84,7 @@ def depth_merge_bwd(
             bias=None if bias is None else torch.zeros_like(bias),
         )
     old, row, upstream = as_query_rows(out), as_rows(value), as_query_rows(grad_out)
-    key_row = key_rows([row], key_list, at)[0]
+    key_row = row if key is None else as_rows(key)
     launch = tuning.merge(at)
     programs = num_programs(at.T, launch.programs_per_processor, query.device)
     keep_logits = bias is not None or at.key_heads_apart
@@ -126,11 +125,8 @@ def depth_merge_bwd(
     )
 
 
-def _layout(
-    value: Tensor, query: Tensor, key: Tensor | None, rule: ScoreRule
-) -> tuple[Layout, list[Tensor] | None]:
-    keys = None if key is None else [key]
-    return Layout.of([value], keys, query, rule), keys
+def _layout(value: Tensor, query: Tensor, key: Tensor | None, rule: ScoreRule) -> Layout:
+    return Layout.of([value], None if key is None else [key], query, rule)
 
 
 @triton.jit
@@ -162,7 +158,8 @@ def depth_merge_fwd_kernel(
     if KEYS == "value":
         b_k = b_v
     else:
-        b_k = tl.load(key + o_row * stride_k + o_k, mask=m_k, other=0.0).to(tl.float32)
+        o_tail = D - R if KEYS == "tail" else 0
+        b_k = tl.load(key + o_row * stride_k + o_tail + o_k, mask=m_k, other=0.0).to(tl.float32)
     p_q = query + o_q3 * R + o_k[None, :, :]
     b_q = tl.load(p_q, mask=m_q3 & m_k[None, :, :], other=0.0, eviction_policy="evict_last")
     o_lse = (o_j.to(tl.int64) * num_tokens + o_row) * H + o_h[None, :]
@@ -230,7 +227,9 @@ def depth_merge_bwd_kernel(
         if KEYS == "value":
             b_k = b_v
         else:
-            b_k = tl.load(key + o_row * stride_k + o_k, mask=m_k, other=0.0).to(tl.float32)
+            o_tail = D - R if KEYS == "tail" else 0
+            p_k = key + o_row * stride_k + o_tail
+            b_k = tl.load(p_k + o_k, mask=m_k, other=0.0).to(tl.float32)
         o_number = o_row * (Q * H) + o_qh
         b_dot = tl.load(dots + o_number, mask=m_q, other=0.0)
         b_keep = tl.load(keep + o_number, mask=m_q, other=0.0)

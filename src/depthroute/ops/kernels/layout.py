@@ -42,9 +42,7 @@ class Layout(NamedTuple):
         width, (num_queries, rank) = values[0].shape[-1], query.shape
         kind = "separate" if keys is not None else "value" if rank == width else "tail"
         tokens = values[0].shape[:-1].numel()
-        return cls(
-            len(values), tokens, num_queries, width, rank, rule.heads, rule.key_norm, kind
-        )
+        return cls(len(values), tokens, num_queries, width, rank, rule.heads, rule.key_norm, kind)
 
     @property
     def tile(self) -> tuple[int, int, int]:
@@ -80,7 +78,7 @@ class Layout(NamedTuple):
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """View `[*b, width]` as `[T, width]` with contiguous columns; copy only if strides forbid it."""
+    """View `[*b, width]` as `[T, width]` with contiguous columns, without a copy if it can."""
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
@@ -89,15 +87,6 @@ def as_query_rows(x: Tensor) -> Tensor:
     """View `[Q, *b, width]` as `[Q, T, width]` with contiguous columns, like `as_rows`."""
     rows = x.reshape(x.shape[0], x.shape[1:-1].numel(), x.shape[-1])
     return rows if rows.stride(2) == 1 or rows.shape[2] == 1 else rows.contiguous()
-
-
-def key_rows(
-    values: Sequence[Tensor], keys: Sequence[Tensor] | None, layout: Layout
-) -> list[Tensor]:
-    """Return the rows `[T, R]` that hold the keys: their own, or the values' last R columns."""
-    if keys is not None:
-        return [as_rows(key) for key in keys]
-    return [value[:, layout.D - layout.R :] for value in values]
 
 
 class Bias(NamedTuple):

@@ -102,5 +102,11 @@ class MergeGradients(NamedTuple):
         bias: Tensor | None,
     ) -> "MergeGradients":
         """Allocate them."""
-        given = (out, lse, value, query, key, bias)
-        return cls(*(None if x is None else x.new_empty(x.shape) for x in given))
+        return cls(
+            out.new_empty(out.shape),
+            lse.new_empty(lse.shape),
+            value.new_empty(value.shape),
+            query.new_empty(query.shape),
+            None if key is None else key.new_empty(key.shape),
+            None if bias is None else bias.new_empty(bias.shape),
+        )

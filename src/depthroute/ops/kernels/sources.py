@@ -25,9 +25,8 @@ class Sources(NamedTuple):
 
 
 def is_aligned(rows: Sequence[Tensor]) -> bool:
-    """Return whether every row starts at a multiple of 16 bytes."""
-    size = rows[0].element_size()
-    return all(x.data_ptr() % 16 == 0 and x.stride(0) * size % 16 == 0 for x in rows)
+    """Return whether every row starts at a multiple of 16 bytes, as vector loads need it."""
+    return all(x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0 for x in rows)
 
 
 def pack(rows: Sequence[Tensor], *, resident: bool, chunk: int) -> Sources:
@@ -94,12 +93,17 @@ def load_values(
 
 @triton.jit
 def load_keys(
-    keys, b_vs, start, o_row, num_sources, o_k, m_k,
-    KEYS: tl.constexpr, CHUNK: tl.constexpr, RESIDENT: tl.constexpr, ALIGNED: tl.constexpr,
+    values, keys, b_vs, start, o_row, num_sources, o_k, m_k,
+    D: tl.constexpr, R: tl.constexpr, KEYS: tl.constexpr,
+    CHUNK: tl.constexpr, RESIDENT: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Load the key tiles `[H, R / H]`; a key that is the whole value needs no load."""
+    """Load the key tiles `[H, R / H]` of the values whose tiles are given."""
     if KEYS == "value":
         b_ks = b_vs
+    elif KEYS == "tail":
+        b_ks = load_values(
+            values, start, o_row, num_sources, o_k + (D - R), m_k, CHUNK, RESIDENT, ALIGNED
+        )
     else:
         b_ks = load_values(keys, start, o_row, num_sources, o_k, m_k, CHUNK, RESIDENT, ALIGNED)
     return b_ks

@@ -1,13 +1,12 @@
-"""Limits of the kernels, and how they are launched: a table by shape, no search at run time."""
+"""How the kernels are launched: a rule by shape, no search at run time."""
 
 from typing import NamedTuple
 
 from depthroute.ops.kernels.layout import Layout, power_of_two
 
-MAX_SOURCES, MAX_QUERIES, MAX_WIDTH = 129, 16, 8192
-# up to here a program holds all sources of its token in registers and is compiled for their number
+# up to here a program holds all sources of a token in registers, compiled for their number
 MAX_RESIDENT = 16
-# float32 bytes of sources and accumulators in the registers of a warp (255 of 128 bytes): more spill
+# float32 bytes of sources and accumulators in a warp's registers (255 of 128 bytes)
 FORWARD_BYTES, BACKWARD_BYTES = 28 * 1024, 24 * 1024
 
 
@@ -30,7 +29,7 @@ def forward(at: Layout) -> Launch:
 
 
 def backward(at: Layout) -> Launch:
-    """Choose the launch of the backward pass; several queries leave no registers for all sources."""
+    """Choose the launch of the backward pass; with several queries sources do not stay."""
     resident = at.S <= MAX_RESIDENT and at.Q == 1
     chunk = at.S if resident else 2
     queries = power_of_two(at.Q)
