@@ -3,7 +3,7 @@
 import gc
 import math
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -14,76 +14,7 @@ from torch import Tensor
 from depthroute.ops import depth_attend, depth_weights
 from depthroute.ops.reference import depth_attend_reference
 from helpers import assert_all_close, assert_close, gradients, ignore_dynamo_warnings, literal_read
-
-
-class Case(NamedTuple):
-    """Sizes and options of a read; sizes differ, so that no two axes can be confused."""
-
-    sources: int = 3
-    batch: tuple[int, ...] = (2, 4)
-    width: int = 12
-    rank: int = 12
-    queries: int = 1
-    heads: int = 1
-    key_norm: str = "tail"
-    separate: bool = False
-    bias: str = ""  # "s" [S], "sb" [S, *b], "qsb" [Q, S, *b]
-    null: str = ""  # "h" [H], "qh" [Q, H], "q1" [Q, 1]
-    scale: float = 1.0
-
-
-CASES = {
-    "plain": Case(),
-    "one_source": Case(sources=1),
-    "two_sources": Case(sources=2, rank=5),
-    "seven_sources": Case(sources=7, rank=1),
-    "thirty_three_sources": Case(sources=33, batch=(3,), rank=4),
-    "sources_as_many_as_tokens": Case(sources=4, batch=(4, 4), queries=4),
-    "no_batch_axis": Case(batch=()),
-    "three_batch_axes": Case(batch=(2, 1, 3)),
-    "width_1": Case(width=1, rank=1),
-    "width_37": Case(width=37, rank=37, queries=2),
-    "width_64": Case(width=64, rank=9),
-    "several_queries": Case(queries=5, rank=8, scale=0.3),
-    "heads": Case(heads=3, rank=6),
-    "heads_are_the_rank": Case(heads=4, rank=4, queries=3),
-    "full_norm": Case(key_norm="full", rank=5, queries=2),
-    "full_norm_heads": Case(key_norm="full", rank=6, heads=2),
-    "no_norm": Case(key_norm="none", rank=5, queries=2, scale=0.5),
-    "separate_keys": Case(separate=True, rank=5, queries=2),
-    "separate_keys_wider": Case(separate=True, rank=20, heads=4),
-    "separate_keys_no_norm": Case(separate=True, rank=5, key_norm="none"),
-    "bias_per_source": Case(bias="s", queries=2),
-    "bias_per_token": Case(bias="sb", queries=2),
-    "bias_per_query": Case(bias="qsb", queries=2, heads=2),
-    "null_per_head": Case(null="h", heads=3),
-    "null_per_query": Case(null="q1", queries=3, heads=2),
-    "everything": Case(
-        sources=7, queries=3, rank=6, heads=2, separate=True, bias="qsb", null="qh", scale=0.7
-    ),
-}
-CASES |= {f"width_7_rank_{r}": Case(width=7, rank=r, sources=2) for r in range(1, 8)}
-
-
-def make(case: Case, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """Return the differentiable arguments of a case."""
-    q, s, b = case.queries, case.sources, case.batch
-    shapes = {
-        "values": (s, *b, case.width),
-        "query": (q, case.rank),
-        "keys": (s, *b, case.rank) if case.separate else None,
-        "bias": {"": None, "s": (s,), "sb": (s, *b), "qsb": (q, s, *b)}[case.bias],
-        "null": {"": None, "h": (case.heads,), "qh": (q, case.heads), "q1": (q, 1)}[case.null],
-    }
-    return {
-        name: torch.randn(shape, dtype=dtype, requires_grad=True)
-        for name, shape in shapes.items()
-        if shape is not None
-    }
-
-
-def options(case: Case) -> dict[str, Any]:
-    return {"heads": case.heads, "key_norm": case.key_norm, "scale": case.scale, "eps": 1e-3}
+from read_cases import CASES, CONSUMERS, VIEWS, Case, make, options
 
 
 def by_literal_loop(case: Case, leaves: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -175,16 +106,6 @@ def test_a_source_given_twice_gets_both_gradients() -> None:
     )
 
 
-VIEWS = {
-    "columns": ((2, 5, 11), lambda base: base[..., 2:8]),
-    "every_other_column": ((2, 5, 12), lambda base: base[..., ::2]),
-    "transposed": ((5, 2, 6), lambda base: base.transpose(0, 1)),
-    "width_first": ((6, 2, 5), lambda base: base.movedim(0, -1)),
-    "expanded_batch": ((1, 5, 6), lambda base: base.expand(2, 5, 6)),
-    "expanded_width": ((2, 5, 1), lambda base: base.expand(2, 5, 6)),
-}
-
-
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 def test_strided_sources_read_as_packed_ones_and_pass_gradients_to_their_base(view: Any) -> None:
     shape, cut = view
@@ -195,14 +116,6 @@ def test_strided_sources_read_as_packed_ones_and_pass_gradients_to_their_base(vi
     assert_all_close(got, want, ["out", "lse"])
     upstream = [torch.randn_like(t) for t in got]
     assert_all_close(gradients(got, bases, upstream), gradients(want, bases, upstream), "abc")
-
-
-CONSUMERS = {
-    "sum": lambda out: out.sum(),  # an upstream gradient of strides 0
-    "cat": lambda out: torch.cat([out, out.detach()], -1).square().sum(),  # rows apart
-    "transpose": lambda out: out.transpose(1, 2).reshape(-1, 2).pow(3).sum(),
-    "permute": lambda out: (out.permute(3, 1, 0, 2).contiguous().flatten() ** 3).sum(),
-}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
