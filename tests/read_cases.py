@@ -61,9 +61,9 @@ CASES = {
 LARGE_CASES = {
     "seventeen_sources": Case(sources=17),
     "seventeen_sources_everything": Case(
-        sources=17, queries=3, rank=8, heads=4, bias="sb", null="h", key_norm="full"
+        sources=17, batch=(3,), queries=3, rank=8, heads=4, bias="sb", null="h", key_norm="full"
     ),
-    "most_sources": Case(sources=129, batch=(2,), queries=2, rank=4),
+    "most_sources": Case(sources=129, batch=(2,), rank=4),
     "most_queries": Case(sources=5, batch=(3,), queries=16, rank=6, heads=2),
 }
 CASES |= {f"width_7_rank_{r}": Case(width=7, rank=r, sources=2) for r in range(1, 8)}

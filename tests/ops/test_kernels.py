@@ -59,12 +59,11 @@ def test_half_precision_sources(name: str, dtype: torch.dtype) -> None:
     assert_merge_equals_oracle(case, dtype)
 
 
-@pytest.mark.parametrize("num_sources", [3, 18])
-@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_strided_sources_pass_gradients_to_their_base(view: Any, num_sources: int) -> None:
-    shape, cut = view
+@pytest.mark.parametrize(("view", "num_sources"), [*((v, 3) for v in VIEWS), ("columns", 18)])
+def test_strided_sources_pass_gradients_to_their_base(view: str, num_sources: int) -> None:
+    shape, cut = VIEWS[view]
     bases = [torch.randn(shape, requires_grad=True) for _ in range(num_sources)]
-    query = torch.randn(2, 4)
+    query = torch.randn(1, 4)
     got = depth_attend([cut(base) for base in bases], query)
     want = literal_read(torch.stack([cut(base) for base in bases]), query)[:2]
     assert_all_close(got, want, ["out", "lse"])
@@ -210,7 +209,7 @@ def test_second_derivatives_raise_instead_of_being_wrong() -> None:
 
 
 @ignore_dynamo_warnings
-@pytest.mark.parametrize("name", ["plain", "everything", "seventeen_sources"])
+@pytest.mark.parametrize("name", ["everything", "seventeen_sources"])
 def test_compiled_reads_equal_the_oracle(name: str) -> None:
     torch.compiler.reset()
     case = (CASES | LARGE_CASES)[name]
@@ -241,7 +240,7 @@ def test_compiled_reads_are_one_operation_and_follow_changing_sizes() -> None:
 @ignore_dynamo_warnings
 @pytest.mark.parametrize("name", ["plain", "everything"])
 def test_operations_are_registered_as_torch_expects(name: str) -> None:
-    case = CASES[name]
+    case = CASES[name]._replace(sources=2, batch=(2,))
     rule = (case.heads, case.key_norm, 1e-3, case.scale)
     given = make(case, torch.float32)
     split = {key: list(given[key].detach().unbind(0)) for key in ("values", "keys") if key in given}

@@ -1,5 +1,6 @@
 """Sizes of a read, the tiles that cover them, and operands flattened to rows."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -41,7 +42,7 @@ class Layout(NamedTuple):
         """Read the sizes off the arguments of a read."""
         width, (num_queries, rank) = values[0].shape[-1], query.shape
         kind = "separate" if keys is not None else "value" if rank == width else "tail"
-        tokens = values[0].shape[:-1].numel()
+        tokens = math.prod(values[0].shape[:-1])  # `Size.numel` would fix it for a compiler
         return cls(len(values), tokens, num_queries, width, rank, rule.heads, rule.key_norm, kind)
 
     @property
