@@ -5,7 +5,7 @@ from typing import NamedTuple
 from depthroute.ops.kernels.layout import Layout, power_of_two
 
 # up to here a program holds all sources of a token in registers, compiled for their number
-MAX_RESIDENT = 16
+FORWARD_RESIDENT, BACKWARD_RESIDENT = 16, 10
 # float32 bytes of sources and accumulators in a warp's registers (255 of 128 bytes)
 FORWARD_BYTES, BACKWARD_BYTES = 28 * 1024, 24 * 1024
 
@@ -22,7 +22,7 @@ class Launch(NamedTuple):
 
 def forward(at: Layout) -> Launch:
     """Choose the launch of the forward pass."""
-    resident = at.S <= MAX_RESIDENT
+    resident = at.S <= FORWARD_RESIDENT
     chunk = at.S if resident else 4
     held = chunk * _source(at) + at.value_tile + at.key_tile
     return Launch(_warps(held, FORWARD_BYTES), chunk, resident)
@@ -30,7 +30,7 @@ def forward(at: Layout) -> Launch:
 
 def backward(at: Layout) -> Launch:
     """Choose the launch of the backward pass; with several queries sources do not stay."""
-    resident = at.S <= MAX_RESIDENT and at.Q == 1
+    resident = at.S <= BACKWARD_RESIDENT and at.Q == 1
     chunk = at.S if resident else 2
     queries = power_of_two(at.Q)
     held = chunk * _source(at) + (queries + 1) * at.value_tile + queries * at.key_tile
