@@ -48,34 +48,40 @@ def use_backend(backend: Backend) -> Iterator[None]:
 
 
 def runs_in_triton(op: str, read: Read) -> bool:
-    """Decide for one call of an op; the first decision of each kind is logged.
+    """Decide for one call of an op, and log each decision once.
 
     Raises:
         ValueError: The backend is "triton" and the kernels do not support the read.
     """
-    on_cuda = read.values[0].is_cuda
-    if _setting == "reference" or (_setting == "auto" and not on_cuda):
-        return False
-    reason = _unsupported_device(read.values[0].device) or _unsupported_read(read)
+    reason = "the backend is set so" if _setting == "reference" else _unsupported(read)
     if _setting == "triton" and reason:
         raise ValueError(f'{op} cannot run with backend "triton": {reason}')
     if torch.compiler.is_compiling():
         from depthroute.ops.traced import say
     else:
         say = report
-    say(op, reason)
+    say(op, reason, _setting == "auto" and read.values[0].is_cuda)
     return not reason
 
 
-def report(op: str, reason: str) -> None:
+def report(op: str, reason: str, kernels_expected: bool = True) -> None:
     """Log once what runs an op: the kernels, or plain PyTorch for a reason."""
     if (op, reason) in _said:
         return
     _said.add((op, reason))
-    if reason:
-        _logger.warning("%s runs in plain PyTorch: %s", op, reason)
-    else:
+    if not reason:
         _logger.info("%s runs in Triton kernels", op)
+    else:
+        level = logging.WARNING if kernels_expected else logging.INFO
+        _logger.log(level, "%s runs in plain PyTorch: %s", op, reason)
+
+
+def _unsupported(read: Read) -> str:
+    """Return why the kernels cannot run a read, or nothing."""
+    device = read.values[0].device
+    if _setting == "auto" and device.type != "cuda":  # nor in the interpreter, which is slow
+        return f"the tensors are on {device.type}"
+    return _unsupported_device(device) or _unsupported_read(read)
 
 
 def _unsupported_device(device: torch.device) -> str:

@@ -1,0 +1,68 @@
+"""Timing on a CUDA device, and what every result says about where it was measured."""
+
+import subprocess
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import triton
+
+
+def environment() -> dict[str, Any]:
+    """Return the hardware, the versions and the commit."""
+    folder = Path(__file__).parent
+    git = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=folder, capture_output=True, text=True
+    )
+    return {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": torch.version.cuda,
+        "commit": git.stdout.strip() or "unknown",
+    }
+
+
+def graph_ms(function: Callable[[], Any], repeats: int = 20, rounds: int = 5) -> float:
+    """Return the time of one call replayed from a CUDA graph: the device's work alone."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return _median_ms(graph.replay, repeats, rounds)
+
+
+def eager_ms(function: Callable[[], Any], repeats: int = 20, rounds: int = 5) -> float:
+    """Return the time of one call in a loop: the device's work or Python, whichever is longer."""
+    for _ in range(3):
+        function()
+    return _median_ms(function, repeats, rounds)
+
+
+@cache
+def copy_ms(num_bytes: int) -> float:
+    """Return the time to move so many bytes by a copy, half of them read and half written."""
+    source = torch.empty(num_bytes // 4, dtype=torch.bfloat16, device="cuda")
+    target = torch.empty_like(source)
+    return graph_ms(lambda: target.copy_(source))
+
+
+def _median_ms(function: Callable[[], Any], repeats: int, rounds: int) -> float:
+    times = []
+    for _ in range(rounds):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(repeats):
+            function()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) / repeats)
+    return median(times)
