@@ -3,13 +3,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test check gpu clean
+.PHONY: demo test check gpu bench clean
 
 demo: $(INSTALLED) data/stdlib/manifest.json
 	$(BIN)/depthroute compare configs/demo_compare.toml
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m kernel tests/ops/test_kernels.py
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -19,6 +20,10 @@ check: $(INSTALLED)
 # the lane that needs a CUDA device, with the python that has it: make gpu PYTHON=python3
 gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests/gpu
+
+# one JSON object a line; needs a CUDA device too
+bench:
+	PYTHONPATH=src $(PYTHON) benchmarks/reads.py
 
 clean:
 	rm -rf .venv runs data

@@ -1,5 +1,6 @@
 """The Triton kernels in Triton's interpreter: `TRITON_INTERPRET=1 pytest -m kernel`."""
 
+import importlib.util
 import os
 from typing import Any
 
@@ -24,7 +25,10 @@ from read_cases import (
     options,
 )
 
-pytestmark = pytest.mark.kernel
+pytestmark = [
+    pytest.mark.kernel,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),
+]
 
 MIXED = CASES["everything"]
 
