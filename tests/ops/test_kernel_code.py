@@ -40,6 +40,7 @@ SHAPES = {
     "block_low_rank": Shape(8, 1024, 128, queries=6, out_dtype=torch.float32),
     "wide": Shape(5, 4096, 4096),
     "wide_full": Shape(49, 4096, 4096),
+    "wide_block": Shape(8, 4096, 4096, queries=6, out_dtype=torch.float32),
     "odd": Shape(5, 1000, 1000),
     "single": Shape(5, 768, 768, dtype=torch.float32),
     "heads": Shape(5, 1024, 1024, heads=8),

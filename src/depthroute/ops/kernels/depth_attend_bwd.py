@@ -17,7 +17,6 @@ from depthroute.ops.kernels.layout import (
     as_bias,
     as_query_rows,
     as_rows,
-    power_of_two,
 )
 from depthroute.ops.kernels.results import AttendGradients
 from depthroute.ops.kernels.sources import (
@@ -26,7 +25,6 @@ from depthroute.ops.kernels.sources import (
     load_values,
     num_programs,
     pack,
-    row_pointer,
 )
 from depthroute.ops.scores import ScoreRule
 
@@ -57,45 +55,51 @@ def depth_attend_bwd(
     rows = None if keys is None else [as_rows(key) for key in keys]
     launch = tuning.backward(at)
     resident, chunk = launch.resident, launch.chunk
-    programs = num_programs(at.T, launch.programs_per_processor, query.device)
+    programs = num_programs(at.T, launch.programs, query.device)
     along = lse.new_empty((programs, at.S + 1, at.Q, at.H))
     keep_logits = bias is not None or at.key_heads_apart
     grad_logits = torch.empty_like(dots) if keep_logits else None
     grad_query = lse.new_empty((programs, at.Q, at.R))
     grad_null = None if null is None else lse.new_empty((programs, at.Q, at.H))
     upstream = as_query_rows(grad_out)
-    depth_attend_bwd_kernel[(programs,)](
-        upstream,
-        None if grad_lse is None else grad_lse.contiguous(),
-        pack(value_rows, resident=resident, chunk=chunk),
-        None if rows is None else pack(rows, resident=resident, chunk=chunk),
-        query.float().contiguous(),
-        as_bias(bias, at, values[0].shape[:-1]),
-        None if null is None else null.contiguous(),
-        dots,
-        rstds,
-        lse,
-        along,
-        grads.values,
-        grads.keys,
-        grad_query,
-        grad_logits,
-        grad_null,
-        upstream.stride(0),
-        upstream.stride(1),
-        at.T,
-        at.S,
-        rule.scale,
-        Q=at.Q,
-        QP=power_of_two(at.Q),
-        **at.constants,
-        KEY_HEADS_APART=at.key_heads_apart,
-        CHUNK=chunk,
-        RESIDENT=resident,
-        KEEP=launch.keep,
-        ALIGNED=is_aligned([*value_rows, *(rows or ())]),
-        num_warps=launch.num_warps,
-    )
+    grad_lse = None if grad_lse is None else grad_lse.contiguous()
+    query_rows, flat_bias = query.float().contiguous(), as_bias(bias, at, values[0].shape[:-1])
+    null = None if null is None else null.contiguous()
+    for first in range(0, at.Q, launch.queries):
+        group = slice(first, first + launch.queries)
+        depth_attend_bwd_kernel[(programs,)](
+            upstream[group],
+            None if grad_lse is None else grad_lse[group],
+            pack(value_rows, resident=resident, chunk=chunk),
+            None if rows is None else pack(rows, resident=resident, chunk=chunk),
+            query_rows[group],
+            None if flat_bias is None else flat_bias._replace(data=flat_bias.data[group]),
+            None if null is None else null[group],
+            dots[:, :, group],
+            rstds,
+            lse[group],
+            along[:, :, group],
+            *grads[:2],
+            grad_query[:, group],
+            None if grad_logits is None else grad_logits[:, :, group],
+            None if grad_null is None else grad_null[:, group],
+            *upstream.stride()[:2],
+            at.T,
+            at.S,
+            rule.scale,
+            Q=at.Q,
+            COUNT=len(query_rows[group]),
+            QP=launch.queries,
+            ACCUMULATE=first > 0,
+            **at.constants,
+            KEY_HEADS_APART=at.key_heads_apart,
+            CHUNK=chunk,
+            RESIDENT=resident,
+            KEEP=launch.keep,
+            ALIGNED=is_aligned([*value_rows, *(rows or ())]),
+            num_warps=launch.num_warps,
+            maxnreg=launch.max_registers,
+        )
     return grads._replace(
         query=grad_query.sum(0).to(query.dtype),
         bias=None if bias is None else _sum_to_bias(grad_logits, bias),
@@ -135,7 +139,7 @@ def depth_attend_bwd_kernel(
     grad_out, grad_lse, values, keys, query, bias, null, dots, rstds, lse, along,
     grad_values, grad_keys, grad_query, grad_logits, grad_null,
     stride_g_query, stride_g_token, num_tokens, num_sources, scale,
-    Q: tl.constexpr, QP: tl.constexpr,
+    Q: tl.constexpr, COUNT: tl.constexpr, QP: tl.constexpr, ACCUMULATE: tl.constexpr,
     D: tl.constexpr, R: tl.constexpr, H: tl.constexpr, NORM: tl.constexpr, KEYS: tl.constexpr,
     HP: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
     KEY_HEADS_APART: tl.constexpr,
@@ -156,13 +160,13 @@ def depth_attend_bwd_kernel(
     o_k = o_h[:, None] * (R // H) + o_r[None, :]
     m_k = m_h[:, None] & (o_r < R // H)[None, :]
     o_j = o_q[:, None]  # [QP, 1]
-    m_q = (o_q < Q)[:, None] & m_h[None, :]  # [QP, HP]
+    m_q = (o_q < COUNT)[:, None] & m_h[None, :]  # [QP, HP]
     o_qh = o_j * H + o_h[None, :]
-    m_g = (o_q < Q)[:, None, None] & m_v[None, :, :]
+    m_g = (o_q < COUNT)[:, None, None] & m_v[None, :, :]
     o_g = o_q[:, None, None].to(tl.int64) * stride_g_query + o_v[None, :, :]
     if KEYS == "separate":
         p_q = query + o_q[:, None, None] * R + o_k[None, :, :]
-        m_query = (o_q < Q)[:, None, None] & m_k[None, :, :]
+        m_query = (o_q < COUNT)[:, None, None] & m_k[None, :, :]
     else:
         p_q = query + o_q[:, None, None] * R + (o_v - (D - R))[None, :, :]
         m_query = m_g & (o_v >= D - R)[None, :, :]
@@ -260,10 +264,13 @@ def depth_attend_bwd_kernel(
                     b_a = b_as[c]
                     b_w, b_dot, b_r = b_ws[c]
                     if not KEEP:
-                        b_v = tl.load(
-                            row_pointer(values, c, o_row, True, ALIGNED) + o_v, mask=m_v, other=0.0
+                        (b_v,) = load_values(
+                            values, c, o_row, num_sources, o_v, m_v, 1, True, ALIGNED
                         )
-                        b_k = b_v
+                        (b_k,) = load_keys(
+                            values, keys, (b_v,), c, o_row, num_sources, o_k, m_k, D, R, KEYS, 1,
+                            True, ALIGNED,
+                        )  # fmt: skip
                 else:
                     b_a = tl.load(p_along + i * (Q * H) + o_qh, mask=m_q & m_i, other=0.0)
                     b_w, b_dot, b_r = weight_of(
@@ -277,11 +284,11 @@ def depth_attend_bwd_kernel(
                     tl.store(p_gz + o_qh, b_gz, mask=m_q & m_i)
                 b_dq += source_backward(
                     b_v, b_k, b_g, b_q, b_w, b_gz, b_dot, b_r, scale, p_gz, i, m_i, o_row,
-                    num_tokens, grad_values, grad_keys, o_v, m_v, o_k, m_k, m_query,
-                    QP, D, R, H, NORM, KEYS, KEY_HEADS_APART,
+                    num_tokens, grad_values, grad_keys, o_q, o_v, m_v, o_k, m_k, m_query,
+                    D, R, H, NORM, KEYS, KEY_HEADS_APART, ACCUMULATE,
                 )  # fmt: skip
 
     p_dq = grad_query + (pid * Q + o_q[:, None, None]) * R + o_k[None, :, :]
-    tl.store(p_dq, b_dq, mask=(o_q < Q)[:, None, None] & m_k[None, :, :])
+    tl.store(p_dq, b_dq, mask=(o_q < COUNT)[:, None, None] & m_k[None, :, :])
     if null is not None:
         tl.store(grad_null + pid * (Q * H) + o_qh, b_dnull, mask=m_q)

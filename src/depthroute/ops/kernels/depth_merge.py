@@ -55,7 +55,7 @@ def depth_merge_fwd(
         Q=at.Q,
         QP=power_of_two(at.Q),
         **at.constants,
-        num_warps=tuning.merge(at).num_warps,
+        num_warps=tuning.merge_forward(at).num_warps,
     )
     return result
 
@@ -85,8 +85,8 @@ def depth_merge_bwd(
         )
     old, row, upstream = as_query_rows(out), as_rows(value), as_query_rows(grad_out)
     key_row = row if key is None else as_rows(key)
-    launch = tuning.merge(at)
-    programs = num_programs(at.T, launch.programs_per_processor, query.device)
+    launch = tuning.merge_backward(at)
+    programs = num_programs(at.T, launch.programs, query.device)
     keep_logits = bias is not None or at.key_heads_apart
     grad_logits = torch.empty_like(dots) if keep_logits else None
     grad_query = keep.new_empty((programs, at.Q, at.R))
@@ -118,6 +118,7 @@ def depth_merge_bwd(
         **at.constants,
         KEY_HEADS_APART=at.key_heads_apart,
         num_warps=launch.num_warps,
+        maxnreg=launch.max_registers,
     )
     return grads._replace(
         query=grad_query.sum(0).to(query.dtype),
@@ -254,8 +255,8 @@ def depth_merge_bwd_kernel(
             tl.store(p_gz + o_qh, b_gz, mask=m_q)
         b_dq += source_backward(
             b_v, b_k, b_g, b_q, b_take, b_gz, b_dot, b_r, scale, p_gz, 0, True, o_row,
-            num_tokens, grad_value, grad_key, o_v, m_v, o_k, m_k, m_query,
-            QP, D, R, H, NORM, KEYS, KEY_HEADS_APART,
+            num_tokens, grad_value, grad_key, o_q, o_v, m_v, o_k, m_k, m_query,
+            D, R, H, NORM, KEYS, KEY_HEADS_APART, False,
         )  # fmt: skip
 
     p_dq = grad_query + (pid * Q + o_q3) * R + o_k[None, :, :]

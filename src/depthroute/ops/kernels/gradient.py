@@ -7,9 +7,9 @@ import triton.language as tl
 @triton.jit
 def source_backward(
     b_v, b_k, b_g, b_q, b_w, b_gz, b_dot, b_r, scale, p_gz, i, m_i, o_row,
-    num_tokens, grad_values, grad_keys, o_v, m_v, o_k, m_k, m_query,
-    QP: tl.constexpr, D: tl.constexpr, R: tl.constexpr, H: tl.constexpr,
-    NORM: tl.constexpr, KEYS: tl.constexpr, KEY_HEADS_APART: tl.constexpr,
+    num_tokens, grad_values, grad_keys, o_q, o_v, m_v, o_k, m_k, m_query,
+    D: tl.constexpr, R: tl.constexpr, H: tl.constexpr, NORM: tl.constexpr, KEYS: tl.constexpr,
+    KEY_HEADS_APART: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of source i at one token; return its share `[Q, H, R / H]` of the query's.
 
@@ -20,6 +20,7 @@ def source_backward(
         b_w, b_gz, b_dot: Weight, gradient of the logit and raw score, `[Q, H]`.
         b_r: Factor of the key norm.
         p_gz: Where `b_gz` has been stored; used if KEY_HEADS_APART.
+        ACCUMULATE: Whether to add to what an earlier group of queries has written.
     """
     b_wide, b_narrow = b_v.to(tl.float32), b_k.to(tl.float32)
     b_gd = b_gz * (b_r * scale)
@@ -30,7 +31,7 @@ def source_backward(
         if KEY_HEADS_APART:  # each column needs the gradient of the head that it is a key of
             tl.debug_barrier()
             o_kh = tl.maximum(o_v - (D - R), 0) // (R // H)
-            p_column = p_gz + tl.arange(0, QP)[:, None, None] * H + o_kh[None, :, :]
+            p_column = p_gz + o_q[:, None, None] * H + o_kh[None, :, :]
             b_gd_v = tl.load(p_column, mask=m_query & m_i, other=0.0) * (b_r * scale)
         b_dv += tl.sum(b_gd_v * b_q, axis=0)
         if NORM == "tail":
@@ -39,11 +40,15 @@ def source_backward(
         b_dv -= b_wide * (b_pull / D)
     o_source = tl.cast(i, tl.int64) * num_tokens + o_row
     p_dv = grad_values + o_source * D + o_v
+    if ACCUMULATE:
+        b_dv += tl.load(p_dv, mask=m_v & m_i, other=0.0).to(tl.float32)
     tl.store(p_dv, b_dv.to(grad_values.dtype.element_ty), mask=m_v & m_i)
     if KEYS == "separate":
         b_dk = tl.sum(b_gd[:, :, None] * b_q, axis=0)
         if NORM == "tail":
             b_dk -= b_narrow * (b_pull / R)
         p_dk = grad_keys + o_source * R + o_k
+        if ACCUMULATE:
+            b_dk += tl.load(p_dk, mask=m_k & m_i, other=0.0).to(tl.float32)
         tl.store(p_dk, b_dk.to(grad_keys.dtype.element_ty), mask=m_k & m_i)
     return b_gd[:, :, None] * b_narrow[None, :, :]

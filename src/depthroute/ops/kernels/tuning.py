@@ -4,20 +4,26 @@ from typing import NamedTuple
 
 from depthroute.ops.kernels.layout import Layout, power_of_two
 
-# up to here a program holds all sources of a token in registers, compiled for their number
-FORWARD_RESIDENT, BACKWARD_RESIDENT = 16, 10
-# float32 bytes of sources and accumulators in a warp's registers (255 of 128 bytes)
-FORWARD_BYTES, BACKWARD_BYTES = 28 * 1024, 24 * 1024
+# up to here a program is compiled for the number of sources, and loads all of a token's at once
+FORWARD_RESIDENT, BACKWARD_RESIDENT = 16, 9
+# numbers that a warp holds in registers beside addresses and scalars, of 32 * 255: fewer with many
+# sources, which have scalars each
+WARP_NUMBERS = {"sources": 6 * 1024, "queries": 7 * 1024}
+# numbers that a program and a processor hold, of 65536 registers
+HELD_NUMBERS, REGISTERS = 54 * 1024, 65536
 
 
 class Launch(NamedTuple):
-    """Compile-time shape of a program."""
+    """How a kernel is compiled and how many programs of it run."""
 
     num_warps: int
     chunk: int  # sources whose loads are in flight together
     resident: bool  # the chunk is all of the sources
-    keep: bool = True
-    programs_per_processor: int = 1  # for kernels whose programs loop over tokens
+    keep: bool = False  # the second pass finds them in registers, not in the L1 cache
+    # for programs that loop over tokens: so many to a processor, with registers for all of them
+    programs: int = 1
+    max_registers: int | None = None
+    queries: int = 1  # those of one launch
 
 
 def forward(at: Layout) -> Launch:
@@ -25,24 +31,35 @@ def forward(at: Layout) -> Launch:
     resident = at.S <= FORWARD_RESIDENT
     chunk = at.S if resident else 4
     held = chunk * _source(at) + at.value_tile + at.key_tile
-    return Launch(_warps(held, FORWARD_BYTES), chunk, resident)
+    return Launch(_warps(held, 7 * 1024), chunk, resident)
 
 
 def backward(at: Layout) -> Launch:
-    """Choose the launch of the backward pass; with several queries sources do not stay."""
+    """Choose the launch of the backward pass: queries in groups that fit, most often one."""
     resident = at.S <= BACKWARD_RESIDENT and at.Q == 1
     chunk = at.S if resident else 2
+    # a query comes with its gradient and that of the output
+    one = at.value_tile + at.key_tile + max(at.value_tile * (at.keys != "separate"), at.key_tile)
     queries = power_of_two(at.Q)
-    held = chunk * _source(at) + (queries + 1) * at.value_tile + queries * at.key_tile
-    num_warps = _warps(held, BACKWARD_BYTES)
-    return Launch(num_warps, chunk, resident, True, max(1, 8 // num_warps))
+    while queries > 1 and chunk * _source(at) + queries * one > HELD_NUMBERS:
+        queries //= 2
+    held = chunk * _source(at) + queries * one
+    return _looping(held, chunk, resident, "sources" if at.Q == 1 else "queries")._replace(
+        queries=queries
+    )
 
 
-def merge(at: Layout) -> Launch:
-    """Choose the launch of both passes of a merge."""
+def merge_forward(at: Layout) -> Launch:
+    """Choose the launch of a merge."""
+    held = (power_of_two(at.Q) + 1) * at.value_tile + at.key_tile
+    return Launch(_warps(held, 4 * 1024), 1, True)
+
+
+def merge_backward(at: Layout) -> Launch:
+    """Choose the launch of a merge's backward pass."""
     queries = power_of_two(at.Q)
-    num_warps = _warps(2 * queries * at.value_tile + at.value_tile + at.key_tile, BACKWARD_BYTES)
-    return Launch(num_warps, 1, True, True, max(1, 8 // num_warps))
+    held = (3 * queries + 1) * at.value_tile + queries * at.key_tile
+    return _looping(held, 1, True, "queries")
 
 
 def _source(at: Layout) -> int:
@@ -50,5 +67,13 @@ def _source(at: Layout) -> int:
     return at.value_tile + (0 if at.keys == "value" else at.key_tile)
 
 
-def _warps(numbers: int, bytes_per_warp: int) -> int:
-    return min(32, power_of_two(-(-4 * numbers // bytes_per_warp)))
+def _warps(numbers: int, of_a_warp: int) -> int:
+    return min(16, power_of_two(-(-numbers // of_a_warp)))
+
+
+def _looping(numbers: int, chunk: int, resident: bool, kind: str) -> Launch:
+    """Fill a processor: a program too many would start when the others end."""
+    num_warps = _warps(numbers, WARP_NUMBERS[kind])
+    programs = max(1, min(HELD_NUMBERS // numbers, 16 // num_warps))
+    registers = min(255, REGISTERS // (programs * num_warps * 32) // 8 * 8)
+    return Launch(num_warps, chunk, resident, False, programs, registers)
