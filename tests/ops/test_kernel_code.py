@@ -69,13 +69,12 @@ def test_no_register_spills(shape: Shape, tmp_path: Path) -> None:
         launch_all(shape)
     names = {kernel.name for kernel in kernels}
     assert len(names - {"fill_table_kernel"}) == 4
-    for kernel in kernels:
-        assert kernel.stack_bytes == 0, kernel
+    assert not [kernel for kernel in kernels if kernel.stack_bytes]
 
 
 @pytest.mark.parametrize("capability", [80, 100])
-@pytest.mark.parametrize("name", ["five_low_rank", "full", "heads"])
+@pytest.mark.parametrize("name", ["five_low_rank", "full", "nine"])
 def test_other_generations_compile(name: str, capability: int, tmp_path: Path) -> None:
     with recorded_launches(capability, tmp_path) as kernels:
         launch_all(SHAPES[name])
-    assert {kernel.stack_bytes for kernel in kernels} == {0}
+    assert not [kernel for kernel in kernels if kernel.stack_bytes]

@@ -38,6 +38,7 @@ def depth_merge_fwd(
         return result
     old, row = as_query_rows(out), as_rows(value)
     key_row = row if key is None else as_rows(key)
+    launch = tuning.merge_forward(at)
     depth_merge_fwd_kernel[(at.T,)](
         old,
         lse.contiguous(),
@@ -55,7 +56,8 @@ def depth_merge_fwd(
         Q=at.Q,
         QP=power_of_two(at.Q),
         **at.constants,
-        num_warps=tuning.merge_forward(at).num_warps,
+        num_warps=launch.num_warps,
+        maxnreg=launch.max_registers,
     )
     return result
 

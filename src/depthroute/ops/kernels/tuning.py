@@ -9,8 +9,9 @@ FORWARD_RESIDENT, BACKWARD_RESIDENT = 16, 9
 # numbers that a warp holds in registers beside addresses and scalars, of 32 * 255: fewer with many
 # sources, which have scalars each
 WARP_NUMBERS = {"sources": 6 * 1024, "queries": 7 * 1024}
-# numbers that a program and a processor hold, of 65536 registers
-HELD_NUMBERS, REGISTERS = 54 * 1024, 65536
+# numbers that a program holds at most, and that all programs of a processor hold with 768 others
+# each, of 65536 registers
+PROGRAM_NUMBERS, PROCESSOR_NUMBERS, REGISTERS = 54 * 1024, 55 * 1024, 65536
 
 
 class Launch(NamedTuple):
@@ -41,7 +42,7 @@ def backward(at: Layout) -> Launch:
     # a query comes with its gradient and that of the output
     one = at.value_tile + at.key_tile + max(at.value_tile * (at.keys != "separate"), at.key_tile)
     queries = power_of_two(at.Q)
-    while queries > 1 and chunk * _source(at) + queries * one > HELD_NUMBERS:
+    while queries > 1 and chunk * _source(at) + queries * one > PROGRAM_NUMBERS:
         queries //= 2
     held = chunk * _source(at) + queries * one
     return _looping(held, chunk, resident, "sources" if at.Q == 1 else "queries")._replace(
@@ -52,7 +53,7 @@ def backward(at: Layout) -> Launch:
 def merge_forward(at: Layout) -> Launch:
     """Choose the launch of a merge."""
     held = (power_of_two(at.Q) + 1) * at.value_tile + at.key_tile
-    return Launch(_warps(held, 4 * 1024), 1, True)
+    return Launch(_warps(held, 4 * 1024), 1, True, max_registers=128)
 
 
 def merge_backward(at: Layout) -> Launch:
@@ -74,6 +75,6 @@ def _warps(numbers: int, of_a_warp: int) -> int:
 def _looping(numbers: int, chunk: int, resident: bool, kind: str) -> Launch:
     """Fill a processor: a program too many would start when the others end."""
     num_warps = _warps(numbers, WARP_NUMBERS[kind])
-    programs = max(1, min(HELD_NUMBERS // numbers, 16 // num_warps))
+    programs = max(1, min(PROCESSOR_NUMBERS // (numbers + 768), 16 // num_warps))
     registers = min(255, REGISTERS // (programs * num_warps * 32) // 8 * 8)
     return Launch(num_warps, chunk, resident, False, programs, registers)
