@@ -14,15 +14,17 @@ import triton
 def environment() -> dict[str, Any]:
     """Return the hardware, the versions and the commit."""
     folder = Path(__file__).parent
-    git = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=folder, capture_output=True, text=True
-    )
+    try:
+        command = ["git", "describe", "--always", "--dirty"]
+        git = subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout.strip()
+    except OSError:  # no git here
+        git = ""
     return {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
         "cuda": torch.version.cuda,
-        "commit": git.stdout.strip() or "unknown",
+        "commit": git or "unknown",
     }
 
 
