@@ -11,7 +11,7 @@ import depthroute
 
 ROOT = Path(depthroute.__file__).parent
 LEVELS = {
-    **dict.fromkeys(("config", "files", "ops"), 0),
+    **dict.fromkeys(("config", "files", "ops", "table"), 0),
     **dict.fromkeys(("nn", "residual", "optim", "data"), 1),
     **dict.fromkeys(("models", "parallel", "account", "paper"), 2),
     **dict.fromkeys(("train", "evaluate", "diagnose", "convert"), 3),
