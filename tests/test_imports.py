@@ -81,6 +81,12 @@ def modules_after(statement: str) -> set[str]:
     return set(run.stdout.split())
 
 
+def test_importing_the_evaluation_and_the_command_loads_no_harness() -> None:
+    ours = modules_after("import depthroute.evaluate, depthroute.cli.evaluate")
+    assert "depthroute.evaluate" in ours
+    assert not ours & {"lm_eval", "datasets"}
+
+
 def test_importing_the_models_loads_no_optional_package() -> None:
     ours = modules_after("import depthroute, depthroute.models") - modules_after("import torch")
     assert "depthroute.models" in ours

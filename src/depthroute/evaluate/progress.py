@@ -52,9 +52,9 @@ def launched() -> Iterator[None]:
 class Work:
     """Batches of results, kept in a folder from attempt to attempt.
 
-    The batches do not depend on the processes, so neither do the results: each process takes an
-    equal part of what is left, and appends a line per batch to a file of its own. All lines of
-    equal settings count, whoever wrote them; one that a kill cut short does not.
+    The batches do not depend on the processes, so neither do the results. Process r of n does
+    every n-th batch from r on, unless it is done, and appends a line per batch to a file of its
+    own. All lines of equal settings count, whoever wrote them; one that a kill cut short does not.
 
     Args:
         folder: Where the lines are kept; the processes must share it.
@@ -93,9 +93,8 @@ class Work:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         done = self._read()
-        self.processes.wait()  # so that all see the same
         rest = [i for i in range(num_batches) if i not in done]
-        mine = rest[self.processes.rank :: self.processes.world]
+        mine = [i for i in rest if i % self.processes.world == self.processes.rank]
         with (self.folder / f"{self._name}.{self.processes.rank}.jsonl").open("a") as file:
             for i in self._shown(mine, num_batches, len(rest)):
                 # a line begins with its own end: what a kill left before it stays apart
