@@ -22,7 +22,7 @@ def windows(tiny_dataset):
 def measure(model, windows, tmp_path):
     """Measure the losses, with progress kept in a folder of the given name."""
 
-    def run(name="progress", *, processes=Processes(), **changes):  # noqa: B008
+    def run(name="progress", *, processes=None, **changes):
         settings = {"shards": ("a",), "batch_size": 3, "mask_documents": True, **changes}
         work = Work(tmp_path / name, {"weights": "w"}, processes=processes)
         return window_losses(model, windows, work, **settings)

@@ -59,7 +59,7 @@ class Work:
     Args:
         folder: Where the lines are kept; the processes must share it.
         settings: Everything that the results depend on; part of the file's name, as a hash.
-        processes: Who shares the work.
+        processes: Who shares the work; None is this process alone.
         show: Where progress goes; None shows none.
     """
 
@@ -68,13 +68,13 @@ class Work:
         folder: Path,
         settings: Mapping[str, Any],
         *,
-        processes: Processes = Processes(),  # noqa: B008
+        processes: Processes | None = None,
         show: Callable[[int], Reporter] | None = None,
     ) -> None:
         self.folder = folder
         self.settings = dict(settings)
-        self.processes = processes
-        self.show = show if processes.rank == 0 else None
+        self.processes = processes or Processes()
+        self.show = show if self.processes.rank == 0 else None
 
     def with_settings(self, settings: Mapping[str, Any]) -> "Work":
         """Return work whose results depend on further settings."""

@@ -79,7 +79,7 @@ def evaluate(run: str | Path, config: EvaluateConfig) -> Evaluation:
     subject = open_run(run, config)
 
     def show(num_batches: int) -> Reporter:
-        return Reporter(f"{run.name} batches", num_batches)
+        return Reporter(f"{run.name} evaluation", num_batches)
 
     work = Work(out / "progress", subject.identity, processes=processes, show=show)
     loss = None if config.tokens == 0 else _loss(subject, config, work)
