@@ -141,12 +141,14 @@ def test_cache_holds_the_embedding_and_each_block(residual: Any, values: int, ke
 def test_cache_is_what_the_last_state_holds(variant: str) -> None:
     config = tiny_config(VARIANTS[variant])
     scheme = config.build_residual()
-    state = scheme(torch.zeros(1, 1, 32))
+    zeros = torch.zeros(1, 1, 32 + scheme.emit_dim, dtype=torch.bfloat16)
+    state = scheme(zeros[..., :32])
     for site in range(len(scheme.kinds)):
         _, state = scheme.read(state, site, torch.nn.Identity())
-        state = scheme.write(state, site, torch.zeros(1, 1, 32 + scheme.emit_dim))
-    held = sum(tensor.numel() for tensor in (*state.values, *state.keys))
-    assert account(config).cached_elements == held
+        state = scheme.write(state, site, zeros)
+    held = (*state.values, *state.keys)
+    assert account(config).cached_elements == sum(tensor.numel() for tensor in held)
+    assert account(config).cached_bytes == sum(tensor.nbytes for tensor in held)
 
 
 def test_all_rows_of_table_1_agree() -> None:

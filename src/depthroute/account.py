@@ -83,7 +83,8 @@ def account(
         context: Tokens T of a row, >= 1. Token attention then costs
             `L heads head_dim (T + 1)`: a score and a mix over the mean `(T + 1) / 2` keys that a
             causal mask leaves in one document. None leaves token attention out, as the paper does.
-        bytes_per_element: Size b of a retained value or key element, >= 1; 2 for bfloat16.
+        bytes_per_element: Size of a retained element in the compute dtype, >= 1; 2 for bfloat16.
+            What a scheme keeps in float32 takes at least 4.
 
     Raises:
         ValueError: `vocab_size` is 0, or a number is outside its range.
@@ -118,7 +119,9 @@ def account(
         routing=cost.multiply_adds,
         emitted=parameters.emitted,
     )
-    return Account(parameters, multiply_adds, cost.cached, bytes_per_element * cost.cached)
+    narrow = cost.cached - cost.cached_wide
+    num_bytes = bytes_per_element * narrow + max(bytes_per_element, 4) * cost.cached_wide
+    return Account(parameters, multiply_adds, cost.cached, num_bytes)
 
 
 def format_account(cost: Account) -> str:

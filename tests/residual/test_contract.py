@@ -7,6 +7,8 @@ they mix.
 import copy
 import dataclasses
 import json
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -303,6 +305,25 @@ def test_every_routing_parameter_leaves_its_start_within_three_steps(config: Any
         optimizer.step()
     for name, parameter in model.model.residual.named_parameters():
         assert (parameter != start[name]).flatten(1).any(1).all(), f"a row of {name}"
+
+
+@every_variant
+def test_training_on_text_in_bfloat16_lowers_the_loss(config: Any) -> None:
+    model = CausalLM(tiny_config(config, vocab_size=256))
+    model.model.compute_dtype = torch.bfloat16
+    text = torch.tensor(list(Path(__file__).read_bytes()[:1024])).view(16, 64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    losses = []
+    for _ in range(12):
+        sums = model.loss(text[:, :-1], text[:, 1:])
+        loss = sums.cross_entropy / sums.tokens
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+        optimizer.step()
+    assert losses[0] == pytest.approx(math.log(256), abs=0.2)
+    assert losses[-1] < losses[0] - 1.5
 
 
 @every_variant

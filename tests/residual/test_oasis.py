@@ -279,7 +279,8 @@ def test_cost_equals_a_count_of_the_reads_that_run(
     *_, last = toy.steps(torch.randn(1, 1, DIM))
     scaled = 8 * DIM if depth_null else 0
     held = sum(x.numel() for x in (*last.state.values, *last.state.nulls))
-    assert toy.residual.cost() == (8 * (5 + 1), sum(counts) + scaled, held)
+    wide = sum(null.numel() for null in last.state.nulls)
+    assert toy.residual.cost() == (8 * (5 + 1), sum(counts) + scaled, held, wide)
 
 
 @pytest.mark.parametrize(

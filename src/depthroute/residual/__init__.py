@@ -12,6 +12,7 @@ from depthroute.residual.dual import Dual, DualConfig
 from depthroute.residual.hyper import Hyper, HyperConfig
 from depthroute.residual.keys import FromValueKey, ProjectedKey, TailKey
 from depthroute.residual.laurel import Laurel, LaurelConfig
+from depthroute.residual.mrla import Mrla, MrlaConfig
 from depthroute.residual.mudd import Mudd, MuddConfig
 from depthroute.residual.oasis import Oasis, OasisConfig
 from depthroute.residual.prenorm import PreNorm, PreNormConfig
@@ -23,6 +24,7 @@ SCHEMES: dict[str, type[ResidualScheme]] = {
     "denseformer": DenseFormer,
     "dual": Dual,
     "laurel": Laurel,
+    "mrla": Mrla,
     "mudd": Mudd,
     "hyper": Hyper,
     "oasis": Oasis,
@@ -72,6 +74,8 @@ __all__ = [
     "Kind",
     "Laurel",
     "LaurelConfig",
+    "Mrla",
+    "MrlaConfig",
     "Mudd",
     "MuddConfig",
     "Oasis",

@@ -22,6 +22,7 @@ class Cost(NamedTuple):
     parameters: int
     multiply_adds: int  # per token; scores, mixes and the scheme's own products
     cached: int  # elements per token kept as sources, keys included
+    cached_wide: int = 0  # those of them that are float32 whatever the compute dtype
 
 
 class ResidualScheme(nn.Module, ABC):

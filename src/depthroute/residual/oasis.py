@@ -148,7 +148,8 @@ class Oasis(ResidualScheme):
         products = (self.dim + self.key.rank + 1) * num_scores
         products += self.config.depth_null * self.dim * len(reads)
         num_parameters = self.query.numel() + self.beta_raw.numel()
-        return Cost(num_parameters, products, (self.dim + 1) * (len(self.ends) + 1))
+        num_kept = len(self.ends) + 1
+        return Cost(num_parameters, products, (self.dim + 1) * num_kept, cached_wide=num_kept)
 
     def _sources(self, state: OasisState, site: int) -> tuple[tuple[Tensor, ...], Tensor]:
         """Return all sources, the open block's last, and `-beta psi` of each, `[S, B, T]`."""
