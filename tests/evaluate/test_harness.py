@@ -38,12 +38,10 @@ def make_scorer(model, tmp_path):
 
 @torch.no_grad()
 def log_likelihood(model, before: bytes, after: bytes) -> float:
-    """Sum token by token, each from a sequence of its own."""
-    total, tokens = 0.0, [END, *before]
-    for token in after:
-        total += float(model(torch.tensor([tokens]))[0, -1].double().log_softmax(-1)[token])
-        tokens.append(token)
-    return total
+    """Sum over the tokens of `after`, from a sequence of its own."""
+    tokens = [END, *before, *after]
+    logs = model(torch.tensor([tokens]))[0].double().log_softmax(-1)
+    return sum(float(logs[i - 1, tokens[i]]) for i in range(1 + len(before), len(tokens)))
 
 
 def hits(model, questions, *, normalised: bool) -> list[float]:
