@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test check gpu bench clean
+.PHONY: demo test check eval gpu bench clean
 
 demo: $(INSTALLED) data/stdlib/manifest.json
 	$(BIN)/depthroute compare configs/demo_compare.toml
@@ -16,6 +16,11 @@ check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# tests of evaluation, with lm-evaluation-harness: too large for every set-up
+eval: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c ci/constraints.txt -e '.[eval]'
+	$(BIN)/python -m pytest tests/evaluate
 
 # the lane that needs a CUDA device, with the python that has it: make gpu PYTHON=python3
 gpu:

@@ -11,7 +11,7 @@ import depthroute
 
 ROOT = Path(depthroute.__file__).parent
 LEVELS = {
-    **dict.fromkeys(("config", "files", "ops"), 0),
+    **dict.fromkeys(("config", "files", "ops", "table"), 0),
     **dict.fromkeys(("nn", "residual", "optim", "data"), 1),
     **dict.fromkeys(("models", "parallel", "account", "paper"), 2),
     **dict.fromkeys(("train", "evaluate", "diagnose", "convert"), 3),
@@ -98,6 +98,12 @@ def modules_after(statement: str) -> set[str]:
     code = f"import sys; {statement}; print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return set(run.stdout.split())
+
+
+def test_importing_the_evaluation_and_the_command_loads_no_harness() -> None:
+    ours = modules_after("import depthroute.evaluate, depthroute.cli.evaluate")
+    assert "depthroute.evaluate" in ours
+    assert not ours & {"lm_eval", "datasets"}
 
 
 def test_importing_the_package_loads_no_optional_package() -> None:

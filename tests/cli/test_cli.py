@@ -128,6 +128,19 @@ def test_wrong_exports_are_refused(call, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_evaluate_says_the_loss_of_a_run(call, run_file, tmp_path):
+    assert call("train", run_file).status == 0
+    metrics = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    loss = next(json.loads(line)["val/loss_nats"] for line in reversed(metrics) if "val/" in line)
+    said = call("evaluate", tmp_path / "run", "tokens=160", "batch_size=3")
+    assert said.status == 0
+    assert said.out.splitlines()[2].split("|")[2].strip() == f"{loss:.4f}"
+    assert call("evaluate", tmp_path / "run", "tokens=160", "batch_size=3") == said
+    assert_mistake(call("evaluate", tmp_path / "run", "split=test"), 'no split "test"')
+    assert_mistake(call("evaluate", tmp_path / "run", "tokns=3"), 'did you mean "tokens"?')
+    assert_mistake(call("evaluate", tmp_path / "none"), "none is no run folder")
+
+
 def test_account_counts_the_model_of_a_run(call, run_file):
     said = call("account", run_file, "model.vocab_size=257", "model.residual.name=prenorm")
     assert said.status == 0

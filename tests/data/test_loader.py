@@ -253,6 +253,15 @@ def test_validation_set_is_the_whole_split_by_default(split):
     assert validation_windows(split, context=7, max_tokens=10**9).num_windows == expected
 
 
+def test_windows_of_the_validation_set_are_read_by_their_place(split):
+    windows = validation_windows(split, context=7, max_tokens=70)
+    in_order = torch.cat([batch.ids for batch in windows.batches(4)])
+    assert torch.equal(windows.batch([9, 2]).ids, in_order[[9, 2]])
+    for outside in (-1, 10):
+        with pytest.raises(ValueError, match=r"indices must be in \[0, 10\)"):
+            windows.batch([0, outside])
+
+
 def test_ranks_share_the_validation_set(split):
     windows = validation_windows(split, context=7, max_tokens=84)
     parts = [batch for rank in range(4) for batch in windows.batches(2, rank=rank, world=4)]

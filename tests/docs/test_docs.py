@@ -10,6 +10,7 @@ import pytest
 
 from depthroute.config import from_dict
 from depthroute.data import PrepareConfig
+from depthroute.evaluate import EvaluateConfig
 from depthroute.nn import LowRankConfig
 from depthroute.residual import SCHEMES, ResidualConfig
 from depthroute.train import CompareConfig, RunConfig
@@ -86,6 +87,8 @@ def test_toml_blocks_are_valid_settings(page: Path) -> None:
 def _config_class(table: dict[str, Any]) -> type:
     if "model" in table:
         return RunConfig
+    if "tasks" in table:
+        return EvaluateConfig
     return CompareConfig if "variants" in table else PrepareConfig
 
 

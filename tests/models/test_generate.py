@@ -60,6 +60,20 @@ def test_generation_ends_with_the_last_row(model: CausalLM) -> None:
     assert torch.equal(greedy(model, PROMPTS[:1], stop_id=stop), free[:, :5])
 
 
+def test_a_condition_ends_rows_too(model: CausalLM) -> None:
+    whole = greedy(model, PROMPTS)
+    seen: list[Tensor] = []
+
+    def stop(ids: Tensor) -> Tensor:
+        seen.append(ids)
+        return torch.tensor([ids.shape[1] - PROMPTS.shape[1] >= 2 + row for row in range(len(ids))])
+
+    found = greedy(model, PROMPTS, stop=stop)
+    length = PROMPTS.shape[1] + 1 + len(PROMPTS)  # until the last row ended
+    assert torch.equal(found, whole[:, :length])
+    assert [ids.shape[1] for ids in seen] == list(range(PROMPTS.shape[1] + 1, length + 1))
+
+
 @pytest.mark.parametrize("only", [{"top_k": 1}, {"top_p": 1e-9}], ids=["top_k", "top_p"])
 def test_a_choice_of_one_is_greedy(model: CausalLM, only: dict[str, Any]) -> None:
     sampled = generate(model, PROMPTS, max_new_tokens=7, temperature=5.0, **only)

@@ -126,7 +126,7 @@ def test_filters_are_as_wide_as_in_the_papers_code(dim: int) -> None:
 
 def test_cost_of_24_layers_of_width_1024() -> None:
     residual = build_residual(MrlaConfig(), dim=1024, kinds=("attention", "mlp") * 24)
-    assert residual.cost() == (24 * (2 * 5 + 3 * 1024), 24 * 15 * 1024, 1024)
+    assert residual.cost() == (24 * (2 * 5 + 3 * 1024), 24 * 15 * 1024, 1024, 0)
 
 
 @pytest.mark.parametrize("head_dim", [0, -4, 5, 32])

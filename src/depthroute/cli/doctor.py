@@ -12,6 +12,7 @@ _OPTIONAL = {
     "tiktoken": "data",
     "pyarrow": "data",
     "matplotlib": "plot",
+    "lm_eval": "eval",
     "triton": "gpu",
     "transformers": "hf",
 }

@@ -134,6 +134,23 @@ def import_(
 
 
 @app.command()
+def evaluate(
+    run: Annotated[str, typer.Argument(help="Run folder.", metavar="RUN")],
+    settings: Settings = None,
+) -> None:
+    """Measure the loss of a run's newest checkpoint, and its accuracy on tasks.
+
+    Example: depthroute evaluate runs/four tokens=1000000 tasks=paper8 compare_with=runs/demo
+    """
+    from depthroute.cli.evaluate import run as measure
+    from depthroute.evaluate import EvaluateConfig
+
+    text = measure(run, load(EvaluateConfig, *_split(settings)))
+    if text is not None:
+        _say(text)
+
+
+@app.command()
 def account(
     settings: Settings = None,
     paper: Annotated[

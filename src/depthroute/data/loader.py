@@ -1,6 +1,6 @@
 """Which windows a step reads: shuffled for training, in order for validation."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -81,8 +81,19 @@ class ValidationWindows:
 
     def __init__(self, windows: Windows, num_windows: int) -> None:
         self.num_windows = num_windows
+        self.context = windows.context
         self.num_tokens = num_windows * windows.context
         self._windows = windows
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """Read some of the windows, each given by its place in the set.
+
+        Raises:
+            ValueError: If a window is outside the set.
+        """
+        if any(not 0 <= i < self.num_windows for i in indices):
+            raise ValueError(f"indices must be in [0, {self.num_windows}), got {list(indices)}")
+        return self._windows.batch(np.asarray(indices))
 
     def batches(self, batch_size: int, *, rank: int = 0, world: int = 1) -> Iterator[Batch]:
         """Go through the set once, in order; the last batch may be smaller.
@@ -100,7 +111,7 @@ class ValidationWindows:
         if world < 1 or not 0 <= rank < world:
             raise ValueError(f"expected 0 <= rank < world, got {rank=}, {world=}")
         if self.num_windows % world:
-            usable = (self.num_windows - self.num_windows % world) * self._windows.context
+            usable = (self.num_windows - self.num_windows % world) * self.context
             raise ValueError(
                 f"{self.num_windows} validation windows do not divide by {world} processes; "
                 f"set max_tokens to {usable}"
@@ -110,7 +121,7 @@ class ValidationWindows:
 
     def _batches(self, indices: range, batch_size: int) -> Iterator[Batch]:
         for first in range(0, len(indices), batch_size):
-            yield self._windows.batch(np.asarray(indices[first : first + batch_size]))
+            yield self.batch(indices[first : first + batch_size])
 
 
 def validation_windows(

@@ -1,5 +1,7 @@
 """Sampling from a model."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,7 @@ def generate(
     top_k: int | None = None,
     top_p: float = 1.0,
     stop_id: int | None = None,
+    stop: Callable[[Tensor], Tensor] | None = None,
     seed: int | None = None,
 ) -> Tensor:
     """Continue each row of `ids`, one token at a time, with a cache.
@@ -28,6 +31,7 @@ def generate(
         top_k: Sample among the k most likely tokens, >= 1.
         top_p: Sample among the fewest tokens that hold this probability, in (0, 1].
         stop_id: Ends a row, whose later tokens repeat it; generation ends with the last row.
+        stop: Told the tokens so far, prompts included, says which rows end here, boolean `[B]`.
         seed: Seed of the sampling; None draws a new one.
 
     Returns:
@@ -59,7 +63,9 @@ def generate(
             fresh = fresh.masked_fill(done.unsqueeze(1), stop_id)
             done |= fresh.squeeze(1) == stop_id
         ids = torch.cat([ids, fresh], dim=1)
-        if stop_id is not None and bool(done.all()):
+        if stop is not None:
+            done |= stop(ids)
+        if (stop_id is not None or stop is not None) and bool(done.all()):
             break
     return ids
 

@@ -22,6 +22,7 @@ from depthroute.diagnose import (
 )
 from depthroute.files import write_text
 from depthroute.models import generate
+from depthroute.table import markdown_table
 from depthroute.train.config import RunConfig
 from depthroute.train.report import Reporter
 from depthroute.train.run import RunFolder, environment, load_model, resolve
@@ -153,13 +154,7 @@ def format_outcomes(outcomes: list[Outcome]) -> str:
             _or_dash(one.effective_sources, ".2f"),
         ]
         rows.append(row + ([_or_dash(one.peak_memory_gib, ".2f")] if memory else []))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |"
-        for row in rows
-    ]
-    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    return "\n".join(lines)
+    return markdown_table(rows)
 
 
 def _spread(values: list[float] | tuple[float, ...], sign: str) -> str:

@@ -1,0 +1,66 @@
+"""Settings of an evaluation."""
+
+from typing import Literal
+
+from depthroute.config import config_dataclass
+
+MAX_RESAMPLES = 1_000_000
+
+
+@config_dataclass
+class EvaluateConfig:
+    """What is measured of a run's newest checkpoint.
+
+    Args:
+        tokens: Size of the token set of the loss, rounded down to whole windows; "all" takes the
+            whole split, 0 leaves the loss out.
+        split: Split of the dataset that the loss is measured on.
+        data: Dataset folder of the loss; None is the run's own.
+        tasks: Tasks, groups and tags of lm-evaluation-harness, or `"paper8"`; an array, or one
+            text with commas.
+        include_path: Folder with task files of your own, in the harness's YAML form.
+        num_fewshot: Solved examples before each question, >= 0; tasks that fix 0 keep it.
+        limit: Take the first questions of each task only; None takes all.
+        batch_size: Windows, or requests, per forward pass.
+        bootstrap: Resamples of a difference's interval, >= 100.
+        compare_with: Run folder that is evaluated alike; differences are this run minus that one.
+        out: Folder of the results; None is `evaluation` in the run folder.
+        device: "auto" takes CUDA if there is one.
+        compute_dtype: As in training: "auto" is bfloat16 on CUDA, float32 elsewhere.
+    """
+
+    tokens: int | Literal["all"] = "all"
+    split: str = "val"
+    data: str | None = None
+    tasks: str | tuple[str, ...] = ()
+    include_path: str | None = None
+    num_fewshot: int = 0
+    limit: int | None = None
+    batch_size: int = 8
+    bootstrap: int = 2000
+    compare_with: str | None = None
+    out: str | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_fewshot", 0), ("batch_size", 1), ("bootstrap", 100)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be >= {least}, got {getattr(self, name)}")
+        if self.bootstrap > MAX_RESAMPLES:
+            raise ValueError(f"bootstrap must be <= {MAX_RESAMPLES:,}, got {self.bootstrap:,}")
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"limit must be >= 1, or left out for all, got {self.limit}")
+        if self.tokens != "all" and self.tokens < 0:
+            raise ValueError(f'tokens must be "all" or >= 0, got {self.tokens}')
+        if self.tokens == 0 and not self.task_names:
+            raise ValueError("nothing to measure: tokens is 0 and there are no tasks")
+        if len(set(self.task_names)) < len(self.task_names) or "" in self.task_names:
+            raise ValueError(f"tasks must be different names, got {self.tasks!r}")
+
+    @property
+    def task_names(self) -> tuple[str, ...]:
+        """Return the names in `tasks`."""
+        if not isinstance(self.tasks, str):
+            return self.tasks
+        return tuple(name.strip() for name in self.tasks.split(",")) if self.tasks else ()
