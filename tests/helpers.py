@@ -88,15 +88,17 @@ ignore_dynamo_warnings = pytest.mark.filterwarnings(
 RTOL = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 
 
-def assert_close(actual: Tensor, expected: Tensor, name: str = "", rtol: float = 0.0) -> None:
-    """Compare by the largest error relative to the largest expected value."""
+def assert_close(
+    actual: Tensor, expected: Tensor, name: str = "", rtol: float = 0.0, least: float = 1e-30
+) -> None:
+    """Compare by the largest error relative to the largest expected value, or to `least`."""
     rtol = rtol or RTOL[actual.dtype]
     assert actual.shape == expected.shape, f"{name}: {actual.shape} against {expected.shape}"
     if not actual.numel():
         return
     expected = expected.to(torch.float64)
     error = (actual.to(torch.float64) - expected).abs().max().item()
-    bound = rtol * max(expected.abs().max().item(), 1e-30)
+    bound = rtol * max(expected.abs().max().item(), least)
     assert error <= bound, f"{name}: error {error:.3e} above {bound:.3e}"
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from depthroute.ops import depth_attend, depth_merge, use_backend
 from depthroute.ops.reference import depth_attend_reference, depth_merge_reference
 from depthroute.ops.scores import accumulation_dtype
-from helpers import RTOL, assert_all_close, gradients
+from helpers import RTOL, assert_close, gradients
 
 
 class Case(NamedTuple):
@@ -119,14 +119,13 @@ def assert_equals_oracle(
     upstream = [torch.randn(x.shape, device=x.device).to(x.dtype) for x in actual]
     got = gradients(actual, list(leaves.values()), upstream)
     want = gradients(expected, list(wide.values()), [x.double() for x in upstream])
-    assert_all_close(
-        [actual[0], *got],
-        [expected[0], *want],
-        ["out", *(f"gradient of {name}" for name in leaves)],
-        rtol,
-    )
+    names = ["out", *(f"gradient of {name}" for name in leaves)]
+    for a, b, name in zip([actual[0], *got], [expected[0], *want], names, strict=True):
+        # where all terms of a sum cancel, as for keys of width 1, only their roundings are left
+        assert_close(a, b, name, rtol, least=0.05)
     # a log-sum-exp may be near zero, but never means more than the logits in it
-    assert (actual[1] - expected[1]).abs().amax() < 1e-5
+    scale = expected[1].abs().amax().clamp_min(1.0)
+    assert (actual[1] - expected[1]).abs().amax() < 1e-5 * scale
 
 
 def assert_read_equals_oracle(
