@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from depthroute.config import load
 from depthroute.convert import ExportConfig, export_run, import_model, to_hugging_face
@@ -184,3 +184,12 @@ def test_a_folder_that_does_not_fit_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no Hugging Face folder"):
         import_model(tmp_path, tmp_path / "start")
     assert not (tmp_path / "start").exists()
+
+
+def test_low_rank_maps_are_folded(make_run, tmp_path):
+    run = train(make_run("model.low_rank={rank=5, scope=['gate', 'o']}")).path
+    export_run(run, tmp_path / "folder", ExportConfig())
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "folder", trust_remote_code=True)
+    assert model.config.low_rank["alpha"] == 0.0
+    ids = torch.arange(6).unsqueeze(0)
+    assert torch.equal(model(ids).logits, load_model(run)(ids))

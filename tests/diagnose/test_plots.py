@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from depthroute.diagnose import (
     DepthRecord,
     plot_depth_weights,
+    plot_differences,
     plot_effective_sources,
     plot_losses,
 )
@@ -204,3 +205,22 @@ def test_a_site_without_weights_has_no_limit(tmp_path: Path, figures: list[Figur
     plot_effective_sources({"no final read": record}, tmp_path / "picture.png")
     limit = figures[0].axes[0].lines[1]
     np.testing.assert_array_equal(limit.get_ydata(), [1, 2, 3, 4, np.nan])
+
+
+def test_differences_stand_in_order_with_mean_and_spread(figures, tmp_path):
+    differences = {"worse": [0.1, 0.3], "better": [-0.2, -0.4], "single": [0.05]}
+    plot_differences(differences, tmp_path / "picture.png", base="plain")
+    (axes,) = figures[0].axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["worse", "single", "better"]
+    means = [bar.lines[0].get_xdata()[0] for bar in axes.containers]
+    assert means == pytest.approx([0.2, 0.05, -0.3])
+    ends = axes.containers[0].lines[2][0].get_segments()[0][:, 0]
+    assert ends == pytest.approx([0.2 - 0.02**0.5, 0.2 + 0.02**0.5])  # sample deviation
+    assert "plain" in axes.get_title(loc="left") + axes.get_title()
+
+
+def test_differences_need_a_variant_and_a_seed(tmp_path):
+    with pytest.raises(ValueError, match="differences"):
+        plot_differences({}, tmp_path / "picture.png", base="plain")
+    with pytest.raises(ValueError, match="variant 'a'"):
+        plot_differences({"a": []}, tmp_path / "picture.png", base="plain")

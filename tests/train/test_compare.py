@@ -20,6 +20,7 @@ VARIANTS = {"prenorm": ("model.residual.name=prenorm",), "s_lr": ()}
 FILES = [
     "depth_s_lr.npz",
     "depth_weights.png",
+    "differences.png",
     "effective_sources.png",
     "losses.png",
     "results.json",

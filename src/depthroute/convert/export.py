@@ -9,6 +9,7 @@ from depthroute.convert.code import write_code
 from depthroute.convert.hugging_face import to_hugging_face
 from depthroute.convert.tokenizer import fast_tokenizer
 from depthroute.files import new_folder, write_text
+from depthroute.models import fold
 from depthroute.train import RunConfig, load_model
 from depthroute.train.run import open_dataset
 
@@ -37,7 +38,8 @@ def export_run(
 
     It holds the weights in float32 (safetensors), config, generation config, tokenizer and model
     card, and the code that `trust_remote_code=True` runs: an import of depthroute, or with
-    `with_code` all of the files that the model needs.
+    `with_code` all of the files that the model needs. Low-rank maps are folded
+    (`depthroute.models.fold`).
 
     Args:
         run: A run folder.
@@ -53,7 +55,7 @@ def export_run(
     from transformers import GenerationConfig
 
     run, out = Path(run), Path(out)
-    model = load_model(run)
+    model = fold(load_model(run))
     settings = load(RunConfig, run / "config.toml")
     dataset = open_dataset(settings.data.path)
     with new_folder(out) as unfinished:

@@ -53,6 +53,39 @@ def plot_losses(
     return _write(figure, path)
 
 
+def plot_differences(
+    differences: Mapping[str, Sequence[float]], path: str | Path, *, base: str
+) -> Path:
+    """Draw by how much each variant's loss differs from that of a base, seed by seed.
+
+    A dot is one seed, paired with the base's run of that seed; a bar is mean and sample standard
+    deviation. The smallest mean stands on top.
+
+    Args:
+        differences: Name -> loss minus the base's, nats per token, one per seed; at least one name.
+        path: Where to write; ends in `.png`.
+        base: Name of what is subtracted.
+
+    Raises:
+        ValueError: No variants, a variant without seeds, or another file type.
+        ImportError: matplotlib is missing.
+    """
+    _check_some(differences, "differences")
+    for name, values in differences.items():
+        _check_some(values, f"variant {name!r}")
+    ranked = sorted(differences, key=lambda name: np.mean(differences[name]), reverse=True)
+    figure = _new_figure(8.0, 1.4 + 0.28 * len(ranked))
+    axes = _line_axes(figure, f"Loss beside {base}", "difference (nats per token)", "")
+    for row, name in enumerate(ranked):
+        values = np.array(differences[name])
+        spread = values.std(ddof=1) if len(values) > 1 else 0.0
+        axes.errorbar(values.mean(), row, xerr=spread, color=_COLOURS[0], capsize=3, fmt="o")
+        axes.plot(values, [row] * len(values), ".", color=_COLOURS[1], markersize=4)
+    axes.axvline(0.0, color="#555555", linewidth=0.6)
+    axes.set_yticks(range(len(ranked)), ranked)
+    return _write(figure, path)
+
+
 def plot_depth_weights(records: Mapping[str, DepthRecord], path: str | Path) -> Path:
     """Draw the mean depth weights of each record as a heat map, reads by sources.
 

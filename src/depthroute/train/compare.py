@@ -16,6 +16,7 @@ from depthroute.data import TokenDataset, validation_windows
 from depthroute.diagnose import (
     DepthRecord,
     plot_depth_weights,
+    plot_differences,
     plot_effective_sources,
     plot_losses,
     record_depth,
@@ -141,11 +142,10 @@ def format_outcomes(outcomes: list[Outcome]) -> str:
     memory = any(outcome.peak_memory_gib is not None for outcome in outcomes)
     rows = [head + (["peak GiB"] if memory else [])]
     for one in outcomes:
-        differences = [a - b for a, b in zip(one.losses, base.losses, strict=True)]
         row = [
             one.label,
             _spread(one.losses, ""),
-            "-" if one is base else _spread(differences, "+"),
+            "-" if one is base else _spread(_differences(one, base), "+"),
             _or_dash(one.bits_per_byte, ".4f"),
             f"{one.parameters:,}",
             f"{one.added_percent:.4f}",
@@ -155,6 +155,11 @@ def format_outcomes(outcomes: list[Outcome]) -> str:
         ]
         rows.append(row + ([_or_dash(one.peak_memory_gib, ".2f")] if memory else []))
     return markdown_table(rows)
+
+
+def _differences(one: Outcome, base: Outcome) -> list[float]:
+    """Return the losses less those of another variant, seed by seed."""
+    return [a - b for a, b in zip(one.losses, base.losses, strict=True)]
 
 
 def _spread(values: list[float] | tuple[float, ...], sign: str) -> str:
@@ -246,6 +251,13 @@ def _write(
         for label in config.variants
     }
     plot_losses(curves, out / "losses.png")
+    base, *others = outcomes
+    if others:
+        plot_differences(
+            {other.label: _differences(other, base) for other in others},
+            out / "differences.png",
+            base=base.label,
+        )
     if records:
         plot_depth_weights(records, out / "depth_weights.png")
         plot_effective_sources(records, out / "effective_sources.png")
