@@ -292,7 +292,7 @@ def test_cost_of_48_sublayers(num_blocks: int, total: int) -> None:
         DualConfig(num_blocks=num_blocks), dim=1024, kinds=("attention", "mlp") * 24
     )
     mixes = 48 - (num_blocks or 48)
-    parameters, multiply_adds, cached = residual.cost()
+    parameters, multiply_adds, cached, _ = residual.cost()
     assert parameters == 48 * (2 * 1024 + 3) + mixes
     assert multiply_adds == 4 * 1024 * total + 1024 * (4 * 48 + 4 * mixes)
     assert cached == 1024 * (2 * (num_blocks or 48) + 1)
