@@ -23,7 +23,7 @@ from depthroute.optim import OptimConfig, build_optimizers, parameter_groups
 from depthroute.parallel import parallelize
 from helpers import VARIANTS, assert_close, tiny_config, tiny_model
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("dist")]  # one pair for all
 
 WORLD = 2
 MODES = ("ddp", "fsdp")

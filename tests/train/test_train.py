@@ -247,6 +247,19 @@ def test_complete_run_is_read_from_its_folder(make_run, monkeypatch):
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.parametrize("lost", ["all", "the last line"])
+def test_complete_run_that_lost_its_result_is_validated_again(make_run, lost):
+    first = train(make_run())
+    file = first.path / "metrics.jsonl"
+    if lost == "all":
+        file.unlink()
+    else:
+        file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
+    assert train(make_run()) == first
+    assert json.loads(file.read_text().splitlines()[-1])["val/loss_nats"] > 0
+    assert train(make_run()) == first
+
+
 @pytest.mark.parametrize("wanted", [True, False])
 def test_deterministic_asks_torch_and_leaves_it_as_it_was(wanted, make_run, monkeypatch):
     seen = []

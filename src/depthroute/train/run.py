@@ -63,7 +63,7 @@ class RunFolder:
     def finished(self, steps: int) -> Validation | None:
         """Return the last validation of a run that is complete, else None."""
         found = list_checkpoints(self.checkpoints)
-        if not found or checkpoint_step(found[-1]) != steps:
+        if not found or checkpoint_step(found[-1]) != steps or not self.metrics.exists():
             return None
         for record in reversed(RunFolder.read(self.path)):
             if record["step"] == steps and "val/loss_nats" in record:

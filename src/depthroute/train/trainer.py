@@ -102,9 +102,12 @@ def train(config: RunConfig, *, reporter: Reporter | None = None) -> RunResult:
                         trainer.optimizers,
                         keep=config.train.keep_checkpoints,
                     )
-        return RunResult(
-            folder.path, step, validation if step == config.train.steps else None, stopped_by
-        )
+        if step < config.train.steps:
+            validation = None
+        elif validation is None:  # complete, but what it measured is lost
+            validation = trainer.validate()
+            folder.log([validation.record(step)])
+        return RunResult(folder.path, step, validation, stopped_by)
 
 
 class _Trainer:
