@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from aot import recorded_launches
+from depthroute.ops.kernels import tuning
+from depthroute.ops.kernels.layout import Layout
 from depthroute.ops.scores import ScoreRule
 
 pytestmark = [
@@ -78,3 +80,15 @@ def test_other_generations_compile(name: str, capability: int, tmp_path: Path) -
     with recorded_launches(capability, tmp_path) as kernels:
         launch_all(SHAPES[name])
     assert not [kernel for kernel in kernels if kernel.stack_bytes]
+
+
+@pytest.mark.parametrize("width", [64, 1000, 1024, 4096, 8192])
+@pytest.mark.parametrize("queries", [1, 3, 16])
+def test_programs_that_loop_over_tokens_run_at_once(width: int, queries: int) -> None:
+    for sources in (1, 5, 9, 17, 129):
+        values = [torch.empty(0, width)] * sources
+        at = Layout.of(values, None, torch.empty(queries, width), ScoreRule(1, "tail", 1e-6, 1.0))
+        for launch in (tuning.backward(at), tuning.merge_backward(at)):
+            assert launch.max_registers is not None
+            assert launch.programs * launch.num_warps * 32 * launch.max_registers <= 65536
+            assert launch.programs * launch.num_warps <= 64
