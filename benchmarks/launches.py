@@ -101,7 +101,11 @@ def main() -> None:
         for which in ("forward", "backward"):
             jobs += [(index, which, launch) for launch in dict.fromkeys(candidates(which, at))]
     with ProcessPoolExecutor(options.processes, get_context("spawn")) as pool:
-        list(pool.map(run, *zip(*jobs, strict=True)))
+        futures = [pool.submit(run, *job) for job in jobs]
+    for job, future in zip(jobs, futures, strict=True):
+        if failure := future.exception():
+            print(json.dumps({"job": str(job), "failed": repr(failure)[:200]}), flush=True)
+    jobs = [job for job, future in zip(jobs, futures, strict=True) if not future.exception()]
     for index in options.shapes:
         case = Case(SHAPES[index])
         for which, launch_pass in case.passes.items():
