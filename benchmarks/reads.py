@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from timing import copy_ms, eager_ms, environment, graph_ms
+from timing import copy_ms, eager_ms, environment, graph_ms, kernels_us
 from torch import Tensor
 
 from depthroute.ops import depth_attend, depth_merge, use_backend
@@ -95,7 +95,9 @@ def _float(value: Any) -> Any:
     return wide if isinstance(value, list) else wide[0]
 
 
-def rows(shape: Shape, implementations: list[str]) -> Iterator[dict[str, Any]]:
+def rows(
+    shape: Shape, implementations: list[str], profile: bool = False
+) -> Iterator[dict[str, Any]]:
     """Check and time the implementations of one read."""
     torch.manual_seed(0)
     given, leaves = arguments(shape)
@@ -132,6 +134,8 @@ def rows(shape: Shape, implementations: list[str]) -> Iterator[dict[str, Any]]:
                     "eager_ms": round(eager, 4),
                     "graph_over_floor": round(graph / floor, 3),
                 }
+            if profile:
+                row["kernels_us"] = kernels_us(both)
         assert row["error"] < 2e-2, row
         yield row
 
@@ -141,15 +145,18 @@ def main() -> None:
     parser.add_argument("--out", type=argparse.FileType("w"), default=sys.stdout)
     parser.add_argument("--only", nargs="+", help="triton, reference, compiled, triton_compiled")
     parser.add_argument("--shapes", type=int, nargs="+", help="indices; all by default")
+    parser.add_argument("--profile", action="store_true", help="also the time of each kernel")
     options = parser.parse_args()
-    print(json.dumps(environment()), file=options.out, flush=True)
+    copied = 2**31
+    header = environment() | {"copy_gb_per_s": round(copied / copy_ms(copied) / 1e6)}
+    print(json.dumps(header), file=options.out, flush=True)
     for i, shape in enumerate(SHAPES):
         if options.shapes and i not in options.shapes:
             continue
         names = options.only or ["triton", "reference"]
         if not options.only and shape in (SHAPES[0], SHAPES[2]):  # a minute of compilation
             names += ["compiled"]
-        for row in rows(shape, names):
+        for row in rows(shape, names, options.profile):
             print(json.dumps(row), file=options.out, flush=True)
         torch.cuda.empty_cache()
 

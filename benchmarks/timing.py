@@ -57,6 +57,21 @@ def copy_ms(num_bytes: int) -> float:
     return graph_ms(lambda: target.copy_(source))
 
 
+def kernels_us(function: Callable[[], Any], calls: int = 5) -> dict[str, float]:
+    """Return the time of each kernel of one call, largest first."""
+    function()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(calls):
+            function()
+        torch.cuda.synchronize()
+    times = {event.key[:60]: event.self_device_time_total for event in profile.key_averages()}
+    return {
+        name: round(time / calls, 1)
+        for name, time in sorted(times.items(), key=lambda item: -item[1])
+        if time
+    }
+
+
 def _median_ms(function: Callable[[], Any], repeats: int, rounds: int) -> float:
     times = []
     for _ in range(rounds):

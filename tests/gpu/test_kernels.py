@@ -146,7 +146,7 @@ def test_inductor_keeps_values_and_gradients(num_sources: int) -> None:
         out = read(values, query)
         results.append([out, *torch.autograd.grad(out.float().pow(3).sum(), leaves)])
     names = ["out", *map(str, range(num_sources)), "query"]
-    assert_all_close(results[1], results[0], names, 1e-6)
+    assert_all_close(results[1], results[0], names)
 
 
 @pytest.mark.parametrize("num_sources", [4, 18])

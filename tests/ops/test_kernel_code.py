@@ -3,12 +3,15 @@
 import importlib.util
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 
 from aot import recorded_launches
+from depthroute.ops.kernels import tuning
+from depthroute.ops.kernels.layout import Layout
 from depthroute.ops.scores import ScoreRule
 
 pytestmark = [
@@ -27,6 +30,9 @@ class Shape(NamedTuple):
     heads: int = 1
     dtype: torch.dtype = torch.bfloat16
     out_dtype: torch.dtype = torch.bfloat16
+    norm: Any = "tail"
+    separate: bool = False
+    extras: bool = False  # bias, null logit and the gradient of lse
 
 
 SHAPES = {
@@ -47,20 +53,43 @@ SHAPES = {
 }
 
 
+# every branch of the kernels at sizes that compile fast
+BRANCHES = {
+    "separate": Shape(3, 48, 20, separate=True, extras=True),
+    "separate_heads": Shape(3, 48, 32, queries=2, heads=4, separate=True, norm="none"),
+    "tail_heads": Shape(3, 48, 24, queries=3, heads=3, extras=True),
+    "full_norm": Shape(1, 48, 7, norm="full", extras=True),
+    "full_norm_heads": Shape(17, 64, 16, queries=2, heads=4, norm="full", extras=True),
+    "separate_many": Shape(17, 37, 5, separate=True, dtype=torch.float16),
+    "groups": Shape(3, 8192, 8192, queries=4),
+}
+
+
 def launch_all(shape: Shape) -> None:
     """Launch every kernel of a read and of a merge of one more source."""
     from depthroute.ops.kernels.depth_attend_bwd import depth_attend_bwd
     from depthroute.ops.kernels.depth_attend_fwd import depth_attend_fwd
     from depthroute.ops.kernels.depth_merge import depth_merge_bwd, depth_merge_fwd
 
-    rule = ScoreRule(shape.heads, "tail", 1e-6, 1.0)
-    values = [torch.empty(TOKENS, shape.width, dtype=shape.dtype) for _ in range(shape.sources)]
-    query = torch.empty(shape.queries, shape.rank)
-    read = depth_attend_fwd(values, None, query, None, None, rule, shape.out_dtype)
-    depth_attend_bwd(read.out, None, values, None, query, None, None, *read[2:], read.lse, rule)
-    out, lse, value, query = read.out[:1], read.lse[:1], values[0], query[:1]
-    merged = depth_merge_fwd(out, lse, value, query, None, None, rule)
-    depth_merge_bwd(merged.out, None, out, lse, value, query, None, None, *merged[2:], rule)
+    def empty(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(size, dtype=dtype)
+
+    rule = ScoreRule(shape.heads, shape.norm, 1e-6, 1.0)
+    values = [empty(TOKENS, shape.width, dtype=shape.dtype) for _ in range(shape.sources)]
+    keys = [empty(TOKENS, shape.rank) for _ in values] if shape.separate else None
+    query = empty(shape.queries, shape.rank)
+    bias = empty(1, shape.sources, TOKENS) if shape.extras else None
+    null = empty(shape.queries, shape.heads) if shape.extras else None
+
+    given = (values, keys, query, bias, null)
+    read = depth_attend_fwd(*given, rule, shape.out_dtype)
+    grad_lse = read.lse if shape.extras else None
+    depth_attend_bwd(read.out, grad_lse, *given, *read[2:], read.lse, rule)
+    key, bias = None if keys is None else keys[0], None if bias is None else bias[:, :1]
+    one = (read.out[:1], read.lse[:1], values[0], query[:1], key, bias)
+    merged = depth_merge_fwd(*one, rule)
+    grad_lse = merged.lse if shape.extras else None
+    depth_merge_bwd(merged.out, grad_lse, *one, *merged[2:], rule)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -72,9 +101,28 @@ def test_no_register_spills(shape: Shape, tmp_path: Path) -> None:
     assert not [kernel for kernel in kernels if kernel.stack_bytes]
 
 
+@pytest.mark.parametrize("shape", BRANCHES.values(), ids=BRANCHES)
+def test_every_branch_compiles(shape: Shape, tmp_path: Path) -> None:
+    with recorded_launches(90, tmp_path) as kernels:
+        launch_all(shape)
+    assert len({kernel.name for kernel in kernels} - {"fill_table_kernel"}) == 4
+
+
 @pytest.mark.parametrize("capability", [80, 100])
 @pytest.mark.parametrize("name", ["five_low_rank", "full", "nine"])
 def test_other_generations_compile(name: str, capability: int, tmp_path: Path) -> None:
     with recorded_launches(capability, tmp_path) as kernels:
         launch_all(SHAPES[name])
     assert not [kernel for kernel in kernels if kernel.stack_bytes]
+
+
+@pytest.mark.parametrize("width", [64, 1000, 1024, 4096, 8192])
+@pytest.mark.parametrize("queries", [1, 3, 16])
+def test_programs_that_loop_over_tokens_run_at_once(width: int, queries: int) -> None:
+    for sources in (1, 5, 9, 17, 129):
+        values = [torch.empty(0, width)] * sources
+        at = Layout.of(values, None, torch.empty(queries, width), ScoreRule(1, "tail", 1e-6, 1.0))
+        for launch in (tuning.backward(at), tuning.merge_backward(at)):
+            assert launch.max_registers is not None
+            assert launch.programs * launch.num_warps * 32 * launch.max_registers <= 65536
+            assert launch.programs * launch.num_warps <= 64

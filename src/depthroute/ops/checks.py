@@ -141,10 +141,17 @@ def bias_of(bias: Tensor, num_queries: int, num_sources: int, like: Tensor) -> T
     return bias.to(accumulation_dtype(like.dtype))
 
 
+def on_device(x: Tensor | float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor there; a number is filled in, as CUDA graphs allow no copy from the host."""
+    if isinstance(x, Tensor):
+        return x.to(device, dtype)
+    return torch.full((), x, dtype=dtype, device=device)
+
+
 def null_of(null: Tensor | float, num_queries: int, heads: int, like: Tensor) -> Tensor:
     """Bring a null logit (a number, `[H]` or `[Q, H]`) to `[Q, H]`."""
     dtype = accumulation_dtype(like.dtype)
-    null = torch.as_tensor(null, dtype=dtype, device=like.device)
+    null = on_device(null, dtype, like.device)
     if not is_one_of(null.shape, (), (heads,), (num_queries, heads), (num_queries, 1)):
         raise ValueError(
             f"null must be a number, [H] or [Q, H] with Q={num_queries}, H={heads}, "
@@ -232,7 +239,7 @@ def merge(
             f"got {lse.dtype} of shape {tuple(lse.shape)}"
         )
     if bias is not None:
-        bias = torch.as_tensor(bias, dtype=dtype, device=value.device)
+        bias = on_device(bias, dtype, value.device)
         if not is_one_of(bias.shape, (), batch, (*lead, *batch)):
             raise ValueError(
                 f"bias must be a number, {tuple(batch)} or {(*lead, *batch)}, "

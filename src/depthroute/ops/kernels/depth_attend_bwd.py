@@ -12,20 +12,9 @@ from torch import Tensor
 
 from depthroute.ops.kernels import tuning
 from depthroute.ops.kernels.gradient import source_backward
-from depthroute.ops.kernels.layout import (
-    Layout,
-    as_bias,
-    as_query_rows,
-    as_rows,
-)
+from depthroute.ops.kernels.layout import Layout, as_bias, as_query_rows
 from depthroute.ops.kernels.results import AttendGradients
-from depthroute.ops.kernels.sources import (
-    is_aligned,
-    load_keys,
-    load_values,
-    num_programs,
-    pack,
-)
+from depthroute.ops.kernels.sources import load_rows, load_sources, num_programs, pack, tile_of
 from depthroute.ops.scores import ScoreRule
 
 
@@ -51,27 +40,25 @@ def depth_attend_bwd(
             bias=None if bias is None else torch.zeros_like(bias),
             null=None if null is None else torch.zeros_like(null),
         )
-    value_rows = [as_rows(value) for value in values]
-    rows = None if keys is None else [as_rows(key) for key in keys]
     launch = tuning.backward(at)
-    resident, chunk = launch.resident, launch.chunk
     programs = num_programs(at.T, launch.programs, query.device)
-    along = lse.new_empty((programs, at.S + 1, at.Q, at.H))
-    keep_logits = bias is not None or at.key_heads_apart
-    grad_logits = torch.empty_like(dots) if keep_logits else None
+    packed_values, packed_keys, aligned = pack(values, keys, launch)
+    upstream, query_rows = as_query_rows(grad_out), query.float().contiguous()
+    grad_lse = None if grad_lse is None else grad_lse.contiguous()
+    null = None if null is None else null.contiguous()
+    flat_bias = as_bias(bias, at, values[0].shape[:-1])
+    # one row for each program, summed below: no atomics, so that two runs agree
     grad_query = lse.new_empty((programs, at.Q, at.R))
     grad_null = None if null is None else lse.new_empty((programs, at.Q, at.H))
-    upstream = as_query_rows(grad_out)
-    grad_lse = None if grad_lse is None else grad_lse.contiguous()
-    query_rows, flat_bias = query.float().contiguous(), as_bias(bias, at, values[0].shape[:-1])
-    null = None if null is None else null.contiguous()
+    grad_logits = torch.empty_like(dots) if bias is not None or at.key_heads_apart else None
+    along = lse.new_empty((programs, at.S, at.Q, at.H))  # <grad_out, value>, between two passes
     for first in range(0, at.Q, launch.queries):
         group = slice(first, first + launch.queries)
         depth_attend_bwd_kernel[(programs,)](
             upstream[group],
             None if grad_lse is None else grad_lse[group],
-            pack(value_rows, resident=resident, chunk=chunk),
-            None if rows is None else pack(rows, resident=resident, chunk=chunk),
+            packed_values,
+            packed_keys,
             query_rows[group],
             None if flat_bias is None else flat_bias._replace(data=flat_bias.data[group]),
             None if null is None else null[group],
@@ -93,10 +80,10 @@ def depth_attend_bwd(
             ACCUMULATE=first > 0,
             **at.constants,
             KEY_HEADS_APART=at.key_heads_apart,
-            CHUNK=chunk,
-            RESIDENT=resident,
+            CHUNK=launch.chunk,
+            RESIDENT=launch.resident,
             KEEP=launch.keep,
-            ALIGNED=is_aligned([*value_rows, *(rows or ())]),
+            ALIGNED=aligned,
             num_warps=launch.num_warps,
             maxnreg=launch.max_registers,
         )
@@ -119,19 +106,19 @@ def _sum_to_bias(grad_logits: Tensor, bias: Tensor) -> Tensor:
 
 @triton.jit
 def weight_of(
-    dots, rstds, bias, b_lse, o_row, i, m_i, o_j, o_h, m_q, num_sources, scale,
-    Q: tl.constexpr, H: tl.constexpr,
+    dots, rstds, bias, b_lse, o_row, i, o_q, o_qh, m_qh, num_sources, scale,
+    Q: tl.constexpr, COUNT: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
-    """Return the softmax weight of source i, its score and the factor of its norm."""
-    o_i = tl.cast(i, tl.int64)
-    p_dot = dots + (o_row * num_sources + i) * (Q * H)
-    b_dot = tl.load(p_dot + o_j * H + o_h, mask=m_q & m_i, other=0.0)
-    b_r = tl.load(rstds + o_row * num_sources + i, mask=m_i, other=0.0)
+    """Return the weights and raw scores `[Q, H]` of source i, and the factor of its norm."""
+    o_number = o_row * num_sources + i
+    b_dot = tl.load(dots + o_number * (Q * H) + o_qh, mask=m_qh, other=0.0)
+    b_r = tl.load(rstds + o_number, mask=i < num_sources, other=0.0)
     b_z = b_dot * (b_r * scale)
     if bias is not None:
-        p_b = bias.data + o_j * bias.query + o_i * bias.source + o_row * bias.token
-        b_z += tl.load(p_b, mask=m_q & m_i, other=0.0)
-    return tl.where(m_q & m_i, tl.exp(b_z - b_lse), 0.0), b_dot, b_r
+        o_bias = tl.cast(i, tl.int64) * bias.source + o_row * bias.token
+        p_bias = bias.data + o_bias + o_q.to(tl.int64)[:, None] * bias.query
+        b_z += tl.load(p_bias, mask=(o_q < COUNT)[:, None] & (i < num_sources), other=0.0)
+    return tl.where(m_qh, tl.exp(b_z - b_lse), 0.0), b_dot, b_r
 
 
 @triton.jit
@@ -153,110 +140,86 @@ def depth_attend_bwd_kernel(
     """
     pid = tl.program_id(0)
     o_q, o_h = tl.arange(0, QP), tl.arange(0, HP)
-    o_c, o_r = tl.arange(0, BC), tl.arange(0, BK)
-    m_h = o_h < H
-    o_v = o_h[:, None] * (D // H) + o_c[None, :]
-    m_v = m_h[:, None] & (o_c < D // H)[None, :]
-    o_k = o_h[:, None] * (R // H) + o_r[None, :]
-    m_k = m_h[:, None] & (o_r < R // H)[None, :]
-    o_j = o_q[:, None]  # [QP, 1]
-    m_q = (o_q < COUNT)[:, None] & m_h[None, :]  # [QP, HP]
-    o_qh = o_j * H + o_h[None, :]
-    m_g = (o_q < COUNT)[:, None, None] & m_v[None, :, :]
-    o_g = o_q[:, None, None].to(tl.int64) * stride_g_query + o_v[None, :, :]
+    o_v, m_v = tile_of(D, H, HP, BC)
+    o_k, m_k = tile_of(R, H, HP, BK)
+    o_j, m_j = o_q[:, None, None], (o_q < COUNT)[:, None, None]
+    # numbers [QP, HP] of one token and source, and of one query
+    o_qh, m_qh = o_q[:, None] * H + o_h[None, :], (o_q < COUNT)[:, None] & (o_h < H)[None, :]
+    m_g = m_j & m_v[None, :, :]
+    o_g = o_j.to(tl.int64) * stride_g_query + o_v[None, :, :]
     if KEYS == "separate":
-        p_q = query + o_q[:, None, None] * R + o_k[None, :, :]
-        m_query = (o_q < COUNT)[:, None, None] & m_k[None, :, :]
+        p_q, m_query = query + o_j * R + o_k[None, :, :], m_j & m_k[None, :, :]
     else:
-        p_q = query + o_q[:, None, None] * R + (o_v - (D - R))[None, :, :]
+        p_q = query + o_j * R + (o_v - (D - R))[None, :, :]
         m_query = m_g & (o_v >= D - R)[None, :, :]
     if QP == 1:
         b_q = tl.load(p_q, mask=m_query, other=0.0)
-    p_along = along + pid * (num_sources + 1) * (Q * H)
+    p_along = along + pid.to(tl.int64) * num_sources * (Q * H)
     b_dq = tl.zeros([QP, HP, BK], tl.float32)
     b_dnull = tl.zeros([QP, HP], tl.float32)
 
     for t in range(pid, num_tokens, tl.num_programs(0)):
         o_row = tl.cast(t, tl.int64)
         b_g = tl.load(grad_out + o_row * stride_g_token + o_g, mask=m_g, other=0.0).to(tl.float32)
-        o_lse = (o_j.to(tl.int64) * num_tokens + o_row) * H + o_h[None, :]
-        b_lse = tl.load(lse + o_lse, mask=m_q, other=0.0)
+        o_lse = (o_q.to(tl.int64)[:, None] * num_tokens + o_row) * H + o_h[None, :]
+        b_lse = tl.load(lse + o_lse, mask=m_qh, other=0.0)
         if grad_lse is None:
             b_rest = tl.zeros([QP, HP], tl.float32)
         else:
-            b_rest = tl.load(grad_lse + o_lse, mask=m_q, other=0.0)
+            b_rest = tl.load(grad_lse + o_lse, mask=m_qh, other=0.0)
         if RESIDENT:
-            b_vs = load_values(values, 0, o_row, num_sources, o_v, m_v, CHUNK, True, ALIGNED)
-            b_ks = load_keys(
-                values,
-                keys,
-                b_vs,
-                0,
-                o_row,
-                num_sources,
-                o_k,
-                m_k,
-                D,
-                R,
-                KEYS,
-                CHUNK,
-                True,
+            b_vs, b_ks = load_sources(
+                values, keys, 0, o_row, num_sources, o_v, m_v, o_k, m_k, D, R, KEYS, CHUNK, True,
                 ALIGNED,
-            )
+            )  # fmt: skip
             b_as, b_ws = (), ()
             for c in tl.static_range(CHUNK):
                 b_a = tl.sum(b_g * b_vs[c].to(tl.float32)[None, :, :], axis=2)
                 b_w, b_dot, b_r = weight_of(
-                    dots, rstds, bias, b_lse, o_row, c, True, o_j, o_h[None, :], m_q, num_sources,
-                    scale, Q, H,
-                )  # fmt: skip
+                    dots,
+                    rstds,
+                    bias,
+                    b_lse,
+                    o_row,
+                    c,
+                    o_q,
+                    o_qh,
+                    m_qh,
+                    num_sources,
+                    scale,
+                    Q,
+                    COUNT,
+                    H,
+                )
                 b_rest -= b_w * b_a
                 b_as = b_as + (b_a,)
                 b_ws = b_ws + ((b_w, b_dot, b_r),)
         else:
             tl.debug_barrier()  # the last token's scores have been read
             for start in range(0, num_sources, CHUNK):
-                b_vs = load_values(
-                    values, start, o_row, num_sources, o_v, m_v, CHUNK, False, ALIGNED
-                )
+                b_vs = load_rows(values, start, o_row, num_sources, o_v, m_v, CHUNK, False, ALIGNED)
                 for c in tl.static_range(CHUNK):
-                    i, m_i = start + c, start + c < num_sources
+                    m_a = m_qh & (start + c < num_sources)
                     b_a = tl.sum(b_g * b_vs[c].to(tl.float32)[None, :, :], axis=2)
                     b_w, b_dot, b_r = weight_of(
-                        dots, rstds, bias, b_lse, o_row, i, m_i, o_j, o_h[None, :], m_q,
-                        num_sources, scale, Q, H,
+                        dots, rstds, bias, b_lse, o_row, start + c, o_q, o_qh, m_a, num_sources,
+                        scale, Q, COUNT, H,
                     )  # fmt: skip
                     b_rest -= b_w * b_a
-                    tl.store(p_along + i * (Q * H) + o_qh, b_a, mask=m_q & m_i)
-            tl.store(p_along + num_sources * (Q * H) + o_qh, b_rest, mask=m_q)
+                    tl.store(p_along + (start + c) * (Q * H) + o_qh, b_a, mask=m_a)
             tl.debug_barrier()
         if null is not None:
-            b_null = tl.load(null + o_qh, mask=m_q, other=0.0)
-            b_dnull += tl.where(m_q, tl.exp(b_null - b_lse) * b_rest, 0.0)
+            b_null = tl.load(null + o_qh, mask=m_qh, other=0.0)
+            b_dnull += tl.where(m_qh, tl.exp(b_null - b_lse) * b_rest, 0.0)
         if QP > 1:
             b_q = tl.load(p_q, mask=m_query, other=0.0, eviction_policy="evict_last")
 
         for start in range(0, CHUNK if RESIDENT else num_sources, CHUNK):
             if not RESIDENT:
-                b_vs = load_values(
-                    values, start, o_row, num_sources, o_v, m_v, CHUNK, False, ALIGNED
-                )
-                b_ks = load_keys(
-                    values,
-                    keys,
-                    b_vs,
-                    start,
-                    o_row,
-                    num_sources,
-                    o_k,
-                    m_k,
-                    D,
-                    R,
-                    KEYS,
-                    CHUNK,
-                    False,
-                    ALIGNED,
-                )
+                b_vs, b_ks = load_sources(
+                    values, keys, start, o_row, num_sources, o_v, m_v, o_k, m_k, D, R, KEYS, CHUNK,
+                    False, ALIGNED,
+                )  # fmt: skip
             for c in tl.static_range(CHUNK):
                 i, m_i = start + c, start + c < num_sources
                 b_v, b_k = b_vs[c], b_ks[c]
@@ -264,31 +227,29 @@ def depth_attend_bwd_kernel(
                     b_a = b_as[c]
                     b_w, b_dot, b_r = b_ws[c]
                     if not KEEP:
-                        (b_v,) = load_values(
-                            values, c, o_row, num_sources, o_v, m_v, 1, True, ALIGNED
-                        )
-                        (b_k,) = load_keys(
-                            values, keys, (b_v,), c, o_row, num_sources, o_k, m_k, D, R, KEYS, 1,
+                        b_vs_again, b_ks_again = load_sources(
+                            values, keys, c, o_row, num_sources, o_v, m_v, o_k, m_k, D, R, KEYS, 1,
                             True, ALIGNED,
                         )  # fmt: skip
+                        b_v, b_k = b_vs_again[0], b_ks_again[0]
                 else:
-                    b_a = tl.load(p_along + i * (Q * H) + o_qh, mask=m_q & m_i, other=0.0)
+                    b_a = tl.load(p_along + i * (Q * H) + o_qh, mask=m_qh & m_i, other=0.0)
                     b_w, b_dot, b_r = weight_of(
-                        dots, rstds, bias, b_lse, o_row, i, m_i, o_j, o_h[None, :], m_q,
-                        num_sources, scale, Q, H,
+                        dots, rstds, bias, b_lse, o_row, i, o_q, o_qh, m_qh & m_i, num_sources,
+                        scale, Q, COUNT, H,
                     )  # fmt: skip
                 b_gz = b_w * (b_a + b_rest)
                 p_gz = grad_logits
                 if grad_logits is not None:
                     p_gz = grad_logits + (o_row * num_sources + i) * (Q * H)
-                    tl.store(p_gz + o_qh, b_gz, mask=m_q & m_i)
+                    tl.store(p_gz + o_qh, b_gz, mask=m_qh & m_i)
                 b_dq += source_backward(
                     b_v, b_k, b_g, b_q, b_w, b_gz, b_dot, b_r, scale, p_gz, i, m_i, o_row,
                     num_tokens, grad_values, grad_keys, o_q, o_v, m_v, o_k, m_k, m_query,
                     D, R, H, NORM, KEYS, KEY_HEADS_APART, ACCUMULATE,
                 )  # fmt: skip
 
-    p_dq = grad_query + (pid * Q + o_q[:, None, None]) * R + o_k[None, :, :]
-    tl.store(p_dq, b_dq, mask=(o_q < COUNT)[:, None, None] & m_k[None, :, :])
+    p_dq = grad_query + (pid * Q + o_j) * R + o_k[None, :, :]
+    tl.store(p_dq, b_dq, mask=m_j & m_k[None, :, :])
     if null is not None:
-        tl.store(grad_null + pid * (Q * H) + o_qh, b_dnull, mask=m_q)
+        tl.store(grad_null + pid * (Q * H) + o_qh, b_dnull, mask=m_qh)

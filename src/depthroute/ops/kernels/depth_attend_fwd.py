@@ -11,15 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from depthroute.ops.kernels import tuning
-from depthroute.ops.kernels.layout import Layout, as_bias, as_rows
+from depthroute.ops.kernels.layout import Layout, as_bias
 from depthroute.ops.kernels.results import Attended
-from depthroute.ops.kernels.sources import (
-    inverse_rms,
-    is_aligned,
-    load_keys,
-    load_values,
-    pack,
-)
+from depthroute.ops.kernels.sources import inverse_rms, load_sources, pack, tile_of
 from depthroute.ops.scores import ScoreRule
 
 
@@ -37,13 +31,11 @@ def depth_attend_fwd(
     result = Attended.empty(at, values[0], out_dtype)
     if not at.T:
         return result
-    value_rows = [as_rows(value) for value in values]
-    rows = None if keys is None else [as_rows(key) for key in keys]
     launch = tuning.forward(at)
-    resident, chunk = launch.resident, launch.chunk
-    depth_attend_fwd_kernel[(at.T if resident else at.T * at.Q,)](
-        pack(value_rows, resident=resident, chunk=chunk),
-        None if rows is None else pack(rows, resident=resident, chunk=chunk),
+    packed_values, packed_keys, aligned = pack(values, keys, launch)
+    depth_attend_fwd_kernel[(at.T if launch.resident else at.T * at.Q,)](
+        packed_values,
+        packed_keys,
         query.float().contiguous(),
         as_bias(bias, at, values[0].shape[:-1]),
         None if null is None else null.contiguous(),
@@ -54,9 +46,9 @@ def depth_attend_fwd(
         rule.eps,
         rule.scale,
         **at.constants,
-        CHUNK=chunk,
-        RESIDENT=resident,
-        ALIGNED=is_aligned([*value_rows, *(rows or ())]),
+        CHUNK=launch.chunk,
+        RESIDENT=launch.resident,
+        ALIGNED=aligned,
         num_warps=launch.num_warps,
     )
     return result
@@ -84,17 +76,13 @@ def depth_attend_fwd_kernel(
     o_row = t.to(tl.int64)
     o_h = tl.arange(0, HP)
     m_h = o_h < H
-    o_c, o_r = tl.arange(0, BC), tl.arange(0, BK)
-    o_v = o_h[:, None] * (D // H) + o_c[None, :]
-    m_v = m_h[:, None] & (o_c < D // H)[None, :]
-    o_k = o_h[:, None] * (R // H) + o_r[None, :]
-    m_k = m_h[:, None] & (o_r < R // H)[None, :]
-
+    o_v, m_v = tile_of(D, H, HP, BC)
+    o_k, m_k = tile_of(R, H, HP, BK)
     if RESIDENT:
-        b_vs = load_values(values, 0, o_row, num_sources, o_v, m_v, CHUNK, True, ALIGNED)
-        b_ks = load_keys(
-            values, keys, b_vs, 0, o_row, num_sources, o_k, m_k, D, R, KEYS, CHUNK, True, ALIGNED
-        )
+        b_vs, b_ks = load_sources(
+            values, keys, 0, o_row, num_sources, o_v, m_v, o_k, m_k, D, R, KEYS, CHUNK, True,
+            ALIGNED,
+        )  # fmt: skip
         b_rs = ()
         for c in tl.static_range(CHUNK):
             b_r = inverse_rms(b_vs[c], b_ks[c], eps, NORM, D, R)
@@ -113,25 +101,10 @@ def depth_attend_fwd_kernel(
         b_acc = tl.zeros([HP, BC], tl.float32)
         for start in range(0, CHUNK if RESIDENT else num_sources, CHUNK):
             if not RESIDENT:
-                b_vs = load_values(
-                    values, start, o_row, num_sources, o_v, m_v, CHUNK, False, ALIGNED
-                )
-                b_ks = load_keys(
-                    values,
-                    keys,
-                    b_vs,
-                    start,
-                    o_row,
-                    num_sources,
-                    o_k,
-                    m_k,
-                    D,
-                    R,
-                    KEYS,
-                    CHUNK,
-                    False,
-                    ALIGNED,
-                )
+                b_vs, b_ks = load_sources(
+                    values, keys, start, o_row, num_sources, o_v, m_v, o_k, m_k, D, R, KEYS, CHUNK,
+                    False, ALIGNED,
+                )  # fmt: skip
             b_zs = ()
             b_new = b_top
             for c in tl.static_range(CHUNK):

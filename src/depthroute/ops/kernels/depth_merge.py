@@ -18,7 +18,7 @@ from depthroute.ops.kernels.layout import (
     power_of_two,
 )
 from depthroute.ops.kernels.results import Merged, MergeGradients
-from depthroute.ops.kernels.sources import inverse_rms, num_programs
+from depthroute.ops.kernels.sources import inverse_rms, num_programs, tile_of
 from depthroute.ops.scores import ScoreRule
 
 
@@ -144,18 +144,13 @@ def depth_merge_fwd_kernel(
     t = tl.program_id(0)
     o_row = t.to(tl.int64)
     o_q, o_h = tl.arange(0, QP), tl.arange(0, HP)
-    o_c, o_r = tl.arange(0, BC), tl.arange(0, BK)
-    m_h = o_h < H
-    o_v = o_h[:, None] * (D // H) + o_c[None, :]
-    m_v = m_h[:, None] & (o_c < D // H)[None, :]
-    o_k = o_h[:, None] * (R // H) + o_r[None, :]
-    m_k = m_h[:, None] & (o_r < R // H)[None, :]
-    o_j = o_q[:, None]
-    m_q = (o_q < Q)[:, None] & m_h[None, :]
-    o_q3, m_q3 = o_q[:, None, None], (o_q < Q)[:, None, None]
-    m_out = m_q3 & m_v[None, :, :]
+    o_v, m_v = tile_of(D, H, HP, BC)
+    o_k, m_k = tile_of(R, H, HP, BK)
+    o_qh, m_qh = o_q[:, None] * H + o_h[None, :], (o_q < Q)[:, None] & (o_h < H)[None, :]
+    o_j, m_j = o_q[:, None, None], (o_q < Q)[:, None, None]
+    m_out = m_j & m_v[None, :, :]
 
-    p_old = old + o_q3.to(tl.int64) * stride_o_query + o_row * stride_o_token
+    p_old = old + o_j.to(tl.int64) * stride_o_query + o_row * stride_o_token
     b_old = tl.load(p_old + o_v[None, :, :], mask=m_out, other=0.0).to(tl.float32)
     b_v = tl.load(value + o_row * stride_v + o_v, mask=m_v, other=0.0).to(tl.float32)
     if KEYS == "value":
@@ -163,30 +158,30 @@ def depth_merge_fwd_kernel(
     else:
         o_tail = D - R if KEYS == "tail" else 0
         b_k = tl.load(key + o_row * stride_k + o_tail + o_k, mask=m_k, other=0.0).to(tl.float32)
-    p_q = query + o_q3 * R + o_k[None, :, :]
-    b_q = tl.load(p_q, mask=m_q3 & m_k[None, :, :], other=0.0, eviction_policy="evict_last")
-    o_lse = (o_j.to(tl.int64) * num_tokens + o_row) * H + o_h[None, :]
-    b_lse = tl.load(old_lse + o_lse, mask=m_q, other=0.0)
+    p_q = query + o_j * R + o_k[None, :, :]
+    b_q = tl.load(p_q, mask=m_j & m_k[None, :, :], other=0.0, eviction_policy="evict_last")
+    o_lse = (o_q.to(tl.int64)[:, None] * num_tokens + o_row) * H + o_h[None, :]
+    b_lse = tl.load(old_lse + o_lse, mask=m_qh, other=0.0)
 
     b_r = inverse_rms(b_v, b_k, eps, NORM, D, R)
     b_dot = tl.sum(b_q * b_k[None, :, :], axis=2)
     b_z = b_dot * (b_r * scale)
     if bias is not None:
-        p_b = bias.data + o_j.to(tl.int64) * bias.query + o_row * bias.token
-        b_z += tl.load(p_b + o_h[None, :] * 0, mask=m_q, other=0.0)
+        p_bias = bias.data + o_row * bias.token + o_q.to(tl.int64)[:, None] * bias.query
+        b_z += tl.load(p_bias, mask=(o_q < Q)[:, None], other=0.0)
     b_top = tl.maximum(b_lse, b_z)
     b_total = b_top + tl.log(tl.exp(b_lse - b_top) + tl.exp(b_z - b_top))
     b_keep, b_take = tl.exp(b_lse - b_total), tl.exp(b_z - b_total)
     b_out = b_keep[:, :, None] * b_old + b_take[:, :, None] * b_v[None, :, :]
 
-    p_out = out + (o_q3.to(tl.int64) * num_tokens + o_row) * D + o_v[None, :, :]
+    p_out = out + (o_j.to(tl.int64) * num_tokens + o_row) * D + o_v[None, :, :]
     tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_out)
-    tl.store(lse + o_lse, b_total, mask=m_q)
-    o_number = o_row * (Q * H) + o_j * H + o_h[None, :]
+    tl.store(lse + o_lse, b_total, mask=m_qh)
+    o_number = o_row * (Q * H) + o_qh
     tl.store(rstds + o_row, b_r)
-    tl.store(dots + o_number, b_dot, mask=m_q)
-    tl.store(keep + o_number, b_keep, mask=m_q)
-    tl.store(take + o_number, b_take, mask=m_q)
+    tl.store(dots + o_number, b_dot, mask=m_qh)
+    tl.store(keep + o_number, b_keep, mask=m_qh)
+    tl.store(take + o_number, b_take, mask=m_qh)
 
 
 @triton.jit
@@ -202,29 +197,23 @@ def depth_merge_bwd_kernel(
     """Loop over tokens, with one row of the query's gradient for each program."""
     pid = tl.program_id(0)
     o_q, o_h = tl.arange(0, QP), tl.arange(0, HP)
-    o_c, o_r = tl.arange(0, BC), tl.arange(0, BK)
-    m_h = o_h < H
-    o_v = o_h[:, None] * (D // H) + o_c[None, :]
-    m_v = m_h[:, None] & (o_c < D // H)[None, :]
-    o_k = o_h[:, None] * (R // H) + o_r[None, :]
-    m_k = m_h[:, None] & (o_r < R // H)[None, :]
-    o_j = o_q[:, None]
-    m_q = (o_q < Q)[:, None] & m_h[None, :]
-    o_qh = o_j * H + o_h[None, :]
-    o_q3, m_q3 = o_q[:, None, None], (o_q < Q)[:, None, None]
-    m_out = m_q3 & m_v[None, :, :]
+    o_v, m_v = tile_of(D, H, HP, BC)
+    o_k, m_k = tile_of(R, H, HP, BK)
+    o_qh, m_qh = o_q[:, None] * H + o_h[None, :], (o_q < Q)[:, None] & (o_h < H)[None, :]
+    o_j, m_j = o_q[:, None, None], (o_q < Q)[:, None, None]
+    m_out = m_j & m_v[None, :, :]
     if KEYS == "separate":
-        o_query, m_query = o_k[None, :, :], m_q3 & m_k[None, :, :]
+        o_query, m_query = o_k[None, :, :], m_j & m_k[None, :, :]
     else:
         o_query, m_query = (o_v - (D - R))[None, :, :], m_out & (o_v >= D - R)[None, :, :]
-    b_q = tl.load(query + o_q3 * R + o_query, mask=m_query, other=0.0)
+    b_q = tl.load(query + o_j * R + o_query, mask=m_query, other=0.0)
     b_dq = tl.zeros([QP, HP, BK], tl.float32)
 
     for t in range(pid, num_tokens, tl.num_programs(0)):
         o_row = tl.cast(t, tl.int64)
-        p_g = grad_out + o_q3.to(tl.int64) * stride_g_query + o_row * stride_g_token
+        p_g = grad_out + o_j.to(tl.int64) * stride_g_query + o_row * stride_g_token
         b_g = tl.load(p_g + o_v[None, :, :], mask=m_out, other=0.0).to(tl.float32)
-        p_old = old + o_q3.to(tl.int64) * stride_o_query + o_row * stride_o_token
+        p_old = old + o_j.to(tl.int64) * stride_o_query + o_row * stride_o_token
         b_old = tl.load(p_old + o_v[None, :, :], mask=m_out, other=0.0).to(tl.float32)
         b_v = tl.load(value + o_row * stride_v + o_v, mask=m_v, other=0.0).to(tl.float32)
         if KEYS == "value":
@@ -234,32 +223,32 @@ def depth_merge_bwd_kernel(
             p_k = key + o_row * stride_k + o_tail
             b_k = tl.load(p_k + o_k, mask=m_k, other=0.0).to(tl.float32)
         o_number = o_row * (Q * H) + o_qh
-        b_dot = tl.load(dots + o_number, mask=m_q, other=0.0)
-        b_keep = tl.load(keep + o_number, mask=m_q, other=0.0)
-        b_take = tl.load(take + o_number, mask=m_q, other=0.0)
+        b_dot = tl.load(dots + o_number, mask=m_qh, other=0.0)
+        b_keep = tl.load(keep + o_number, mask=m_qh, other=0.0)
+        b_take = tl.load(take + o_number, mask=m_qh, other=0.0)
         b_r = tl.load(rstds + o_row)
-        o_lse = (o_j.to(tl.int64) * num_tokens + o_row) * H + o_h[None, :]
+        o_lse = (o_q.to(tl.int64)[:, None] * num_tokens + o_row) * H + o_h[None, :]
         if grad_lse is None:
             b_glse = tl.zeros([QP, HP], tl.float32)
         else:
-            b_glse = tl.load(grad_lse + o_lse, mask=m_q, other=0.0)
+            b_glse = tl.load(grad_lse + o_lse, mask=m_qh, other=0.0)
 
         # moving mass from the old read to the new source changes the output along their difference
         b_moved = b_keep * b_take * tl.sum(b_g * (b_v[None, :, :] - b_old), axis=2)
         b_gz = b_take * b_glse + b_moved
-        tl.store(grad_old_lse + o_lse, b_keep * b_glse - b_moved, mask=m_q)
-        p_dold = grad_old + (o_q3.to(tl.int64) * num_tokens + o_row) * D + o_v[None, :, :]
+        tl.store(grad_old_lse + o_lse, b_keep * b_glse - b_moved, mask=m_qh)
+        p_dold = grad_old + (o_j.to(tl.int64) * num_tokens + o_row) * D + o_v[None, :, :]
         b_dold = b_keep[:, :, None] * b_g
         tl.store(p_dold, b_dold.to(grad_old.dtype.element_ty), mask=m_out)
         p_gz = grad_logits
         if grad_logits is not None:
             p_gz = grad_logits + o_row * (Q * H)
-            tl.store(p_gz + o_qh, b_gz, mask=m_q)
+            tl.store(p_gz + o_qh, b_gz, mask=m_qh)
         b_dq += source_backward(
             b_v, b_k, b_g, b_q, b_take, b_gz, b_dot, b_r, scale, p_gz, 0, True, o_row,
             num_tokens, grad_value, grad_key, o_q, o_v, m_v, o_k, m_k, m_query,
             D, R, H, NORM, KEYS, KEY_HEADS_APART, False,
         )  # fmt: skip
 
-    p_dq = grad_query + (pid * Q + o_q3) * R + o_k[None, :, :]
-    tl.store(p_dq, b_dq, mask=m_q3 & m_k[None, :, :])
+    p_dq = grad_query + (pid * Q + o_j) * R + o_k[None, :, :]
+    tl.store(p_dq, b_dq, mask=m_j & m_k[None, :, :])

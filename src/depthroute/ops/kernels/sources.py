@@ -8,6 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from depthroute.ops.kernels.layout import as_rows
+from depthroute.ops.kernels.tuning import Launch
+
 # numbers that one launch writes to a table; a longer tuple takes longer to launch
 TABLE_STEP = 64
 
@@ -21,20 +24,32 @@ class Sources(NamedTuple):
 
     rows: Any  # S tensors, or int64 addresses
     strides: Any  # S row strides in elements, or int64 of them
-    like: Tensor  # any source; gives the dtype behind an address
+    like: Tensor | None  # gives the dtype behind an address
 
 
-def is_aligned(rows: Sequence[Tensor]) -> bool:
-    """Return whether every row starts at a multiple of 16 bytes, as vector loads need it."""
-    return all(x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0 for x in rows)
+def pack(
+    values: Sequence[Tensor], keys: Sequence[Tensor] | None, launch: Launch
+) -> tuple[Sources, Sources | None, bool]:
+    """Return values, separate keys, and whether all rows start at a multiple of 16 bytes."""
+    value_rows = [as_rows(value) for value in values]
+    key_rows = None if keys is None else [as_rows(key) for key in keys]
+    aligned = all(
+        x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
+        for x in (*value_rows, *(key_rows or ()))
+    )
+    return (
+        _pack(value_rows, launch),
+        None if key_rows is None else _pack(key_rows, launch),
+        aligned,
+    )
 
 
-def pack(rows: Sequence[Tensor], *, resident: bool, chunk: int) -> Sources:
-    """Return the sources as tuples, or as tables that repeat the last one up to a full chunk."""
+def _pack(rows: list[Tensor], launch: Launch) -> Sources:
+    """Return rows as tuples, or as tables that repeat the last one up to a full chunk."""
     strides = [x.stride(0) for x in rows]
-    if resident:
-        return Sources(tuple(rows), tuple(strides), rows[0])
-    padding = -len(rows) % chunk
+    if launch.resident:
+        return Sources(tuple(rows), tuple(strides), None)
+    padding = -len(rows) % launch.chunk
     addresses = [x.data_ptr() for x in rows]
     numbers = [*addresses, *addresses[-1:] * padding, *strides, *strides[-1:] * padding]
     table = torch.empty(len(numbers), dtype=torch.int64, device=rows[0].device)
@@ -76,37 +91,42 @@ def row_pointer(sources, i, o_row, RESIDENT: tl.constexpr, ALIGNED: tl.constexpr
 
 
 @triton.jit
-def load_values(
-    values, start, o_row, num_sources, o_v, m_v,
-    CHUNK: tl.constexpr, RESIDENT: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
-    """Load one token's tiles `[H, D / H]` of the sources `start .. start + CHUNK`."""
-    b_vs = ()
-    for c in tl.static_range(CHUNK):
-        p_v = row_pointer(values, start + c, o_row, RESIDENT, ALIGNED)
-        if RESIDENT:
-            b_vs = b_vs + (tl.load(p_v + o_v, mask=m_v, other=0.0),)
-        else:
-            b_vs = b_vs + (tl.load(p_v + o_v, mask=m_v & (start + c < num_sources), other=0.0),)
-    return b_vs
+def tile_of(WIDTH: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, BP: tl.constexpr):
+    """Return the offsets and the mask of a tile `[HP, BP]` that covers a row in H heads."""
+    o_h, o_c = tl.arange(0, HP)[:, None], tl.arange(0, BP)[None, :]
+    return o_h * (WIDTH // H) + o_c, (o_h < H) & (o_c < WIDTH // H)
 
 
 @triton.jit
-def load_keys(
-    values, keys, b_vs, start, o_row, num_sources, o_k, m_k,
+def load_rows(
+    sources, start, o_row, num_sources, o_tile, m_tile,
+    CHUNK: tl.constexpr, RESIDENT: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Load a tile of row `o_row` of each of the sources `start .. start + CHUNK`."""
+    tiles = ()
+    for c in tl.static_range(CHUNK):
+        p_row = row_pointer(sources, start + c, o_row, RESIDENT, ALIGNED)
+        m_row = m_tile if RESIDENT else m_tile & (start + c < num_sources)
+        tiles = tiles + (tl.load(p_row + o_tile, mask=m_row, other=0.0),)
+    return tiles
+
+
+@triton.jit
+def load_sources(
+    values, keys, start, o_row, num_sources, o_v, m_v, o_k, m_k,
     D: tl.constexpr, R: tl.constexpr, KEYS: tl.constexpr,
     CHUNK: tl.constexpr, RESIDENT: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Load the key tiles `[H, R / H]` of the values whose tiles are given."""
+    """Load the tiles of values `[H, D / H]` and keys `[H, R / H]` of some sources at one token."""
+    b_vs = load_rows(values, start, o_row, num_sources, o_v, m_v, CHUNK, RESIDENT, ALIGNED)
     if KEYS == "value":
         b_ks = b_vs
     elif KEYS == "tail":
-        b_ks = load_values(
-            values, start, o_row, num_sources, o_k + (D - R), m_k, CHUNK, RESIDENT, ALIGNED
-        )
+        o_tail = o_k + (D - R)
+        b_ks = load_rows(values, start, o_row, num_sources, o_tail, m_k, CHUNK, RESIDENT, ALIGNED)
     else:
-        b_ks = load_values(keys, start, o_row, num_sources, o_k, m_k, CHUNK, RESIDENT, ALIGNED)
-    return b_ks
+        b_ks = load_rows(keys, start, o_row, num_sources, o_k, m_k, CHUNK, RESIDENT, ALIGNED)
+    return b_vs, b_ks
 
 
 @triton.jit

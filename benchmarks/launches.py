@@ -1,0 +1,128 @@
+"""Time other launches of a read than the rule's: `python benchmarks/launches.py`.
+
+For new hardware or kernels: shows by how much `ops/kernels/tuning.py` misses the best launch of
+each pass. Candidates are compiled by many processes first. One JSON object a line, best first.
+"""
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from itertools import product
+from multiprocessing import get_context
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from reads import SHAPES, Shape, arguments
+from timing import copy_ms, environment, graph_ms
+
+from depthroute.ops import checks
+from depthroute.ops.kernels import tuning
+from depthroute.ops.kernels.layout import Layout
+from depthroute.ops.kernels.tuning import REGISTERS, Launch
+
+
+@dataclass
+class Case:
+    """Both passes of one read, launched directly."""
+
+    shape: Shape
+
+    def __post_init__(self) -> None:
+        from depthroute.ops.kernels.depth_attend_bwd import depth_attend_bwd
+        from depthroute.ops.kernels.depth_attend_fwd import depth_attend_fwd
+
+        torch.manual_seed(0)
+        given, _ = arguments(self.shape)
+        rule: dict[str, Any] = {"heads": 1, "key_norm": "tail", "eps": 1e-6, "scale": 1.0}
+        read = checks.read(given["values"], given["query"], keys=None, bias=None, null=None, **rule)
+        values = [value.detach() for value in read.values]
+        query, dtype = read.query.detach(), self.shape.out_dtype
+        self.layout = Layout.of(values, None, query, read.rule)
+        saved = depth_attend_fwd(values, None, query, None, None, read.rule, dtype)
+        grad = torch.randn_like(saved.out)
+
+        def forward() -> Any:
+            return depth_attend_fwd(values, None, query, None, None, read.rule, dtype)
+
+        def backward() -> Any:
+            numbers = (saved.dots, saved.rstds, saved.lse)
+            return depth_attend_bwd(
+                grad, None, values, None, query, None, None, *numbers, read.rule
+            )
+
+        self.passes: dict[str, Callable[[], Any]] = {"forward": forward, "backward": backward}
+        one, both = self.shape.least_bytes
+        self.least_bytes = {"forward": one, "backward": both - one}
+
+
+def candidates(which: str, at: Layout) -> Iterator[Launch]:
+    """Return launches around the rule's."""
+    rule = getattr(tuning, which)(at)
+    yield rule
+    warps = sorted({max(1, rule.num_warps // 2), rule.num_warps, rule.num_warps * 2})
+    if which == "forward":
+        for num_warps, resident in product(warps, (True, False)):
+            for chunk in (at.S,) if resident else (2, 4, 8):
+                if not resident or at.S <= 20:
+                    yield Launch(num_warps, chunk, resident)
+        return
+    for num_warps, programs in product(warps, (2, 3, 4, 6, 8, 12, 16)):
+        registers = min(255, REGISTERS // (programs * num_warps * 32) // 8 * 8)
+        if registers < 96 or (registers == 255 and programs * num_warps < 6):
+            continue
+        shared = {"programs": programs, "max_registers": registers, "queries": rule.queries}
+        if at.Q == 1 and at.S <= 12:
+            yield Launch(num_warps, at.S, True, True, **shared)
+            yield Launch(num_warps, at.S, True, False, **shared)
+        for chunk in (2, 4) if programs * num_warps in (8, 12) else (2,):
+            yield Launch(num_warps, chunk, False, **shared)
+
+
+def run(index: int, which: str, launch: Launch) -> None:
+    """Compile a candidate in another process; triton keeps the result on disk."""
+    with patch.object(tuning, which, lambda at: launch):
+        Case(SHAPES[index]._replace(tokens=64)).passes[which]()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shapes", type=int, nargs="+", default=[0, 2, 4, 6, 7])
+    parser.add_argument("--processes", type=int, default=min(14, os.cpu_count() or 1))
+    parser.add_argument("--best", type=int, default=6, help="candidates to print for each pass")
+    options = parser.parse_args()
+    print(json.dumps(environment()), flush=True)
+    jobs = []
+    for index in options.shapes:
+        at = Case(SHAPES[index]._replace(tokens=64)).layout
+        for which in ("forward", "backward"):
+            jobs += [(index, which, launch) for launch in dict.fromkeys(candidates(which, at))]
+    with ProcessPoolExecutor(options.processes, get_context("spawn")) as pool:
+        futures = [pool.submit(run, *job) for job in jobs]
+    for job, future in zip(jobs, futures, strict=True):
+        if failure := future.exception():
+            print(json.dumps({"job": str(job), "failed": repr(failure)[:200]}), flush=True)
+    jobs = [job for job, future in zip(jobs, futures, strict=True) if not future.exception()]
+    for index in options.shapes:
+        case = Case(SHAPES[index])
+        for which, launch_pass in case.passes.items():
+            floor, rows = copy_ms(case.least_bytes[which]), []
+            rule = getattr(tuning, which)(case.layout)
+            for launch in [job[2] for job in jobs if job[:2] == (index, which)]:
+                with patch.object(tuning, which, lambda at, launch=launch: launch):
+                    milliseconds = graph_ms(launch_pass, repeats=10, rounds=3)
+                rows.append((milliseconds, launch))
+            best = sorted(rows)[: options.best]
+            for milliseconds, launch in best + [row for row in rows if row[1] == rule]:
+                row = {"shape": case.shape._asdict(), "pass": which, "launch": launch._asdict()}
+                row |= {"ms": round(milliseconds, 4), "over_floor": round(milliseconds / floor, 3)}
+                print(json.dumps(row | {"is_rule": launch == rule}), flush=True)
+        del case
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
