@@ -9,7 +9,7 @@ demo: $(INSTALLED) data/stdlib/manifest.json
 	$(BIN)/depthroute compare configs/demo_compare.toml
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n auto --dist loadgroup
+	$(BIN)/python -m pytest -n auto --dist loadfile
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m kernel tests/ops/test_kernels.py
 
 check: $(INSTALLED)

@@ -23,7 +23,7 @@ from depthroute.optim import OptimConfig, build_optimizers, parameter_groups
 from depthroute.parallel import parallelize
 from helpers import VARIANTS, assert_close, tiny_config, tiny_model
 
-pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("dist")]  # one pair for all
+pytestmark = pytest.mark.dist
 
 WORLD = 2
 MODES = ("ddp", "fsdp")
@@ -132,7 +132,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Result]:
         for rank in range(WORLD)
     ]
     try:
-        errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+        errors = [rank.communicate(timeout=600)[1] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
