@@ -243,3 +243,11 @@ class ToyModel(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         *_, last = self.resume(self.residual(x), 0)
         return last.inputs[0]
+
+
+def assert_same_gradients(module: nn.Module, actual: Tensor, expected: Tensor) -> None:
+    """Compare what two float64 results, made by the same parameters, give each of them."""
+    names, parameters = zip(*module.named_parameters(), strict=True)
+    upstream = torch.randn_like(expected)
+    got, want = (torch.autograd.grad(x, parameters, upstream) for x in (actual, expected))
+    assert_all_close(got, want, names, rtol=1e-9)
