@@ -194,13 +194,12 @@ class AttnRes(ResidualScheme):
         """Count `(D + R)` multiply-adds per source and query, and the key path."""
         num_scores = sum(n * self._num_sources(t) for t, n in enumerate(self.num_roles))
         width = self.dim + self.key.rank
-        kept_key = 0 if isinstance(self.config.key, TailKey) else self.key.rank  # a tail is a view
         num_kept = len(self.ends) + 1
         return Cost(
             parameters=sum(p.numel() for p in self.parameters()),
             multiply_adds=width * num_scores + self.key.multiply_adds(len(self.kinds)),
-            cached=(self.dim + kept_key) * num_kept,
-            cached_wide=kept_key * num_kept,
+            cached=(self.dim + self.key.kept_dim) * num_kept,
+            cached_wide=self.key.kept_dim * num_kept,
         )
 
     def _read_ahead(self, state: AttnResState, site: int) -> tuple[tuple[Tensor, Tensor], ...]:

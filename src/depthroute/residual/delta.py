@@ -154,13 +154,12 @@ class Delta(ResidualScheme):
         width = self.dim + self.key.rank
         scores_and_mixes = width * num_sources + self.key.multiply_adds(len(self.ends) - 1)
         gates = 0 if self.gate is None else self.dim * self.gate.numel()
-        kept_key = 0 if isinstance(self.config.key, TailKey) else self.key.rank  # a tail is a view
         num_kept = max(len(self.ends), 1)
         return Cost(
             parameters=sum(p.numel() for p in self.parameters()),
             multiply_adds=scores_and_mixes + gates,
-            cached=(self.dim + kept_key) * num_kept,
-            cached_wide=kept_key * num_kept,
+            cached=(self.dim + self.key.kept_dim) * num_kept,
+            cached_wide=self.key.kept_dim * num_kept,
         )
 
     def _read_ahead(self, state: DeltaState, site: int) -> tuple[Tensor, ...]:

@@ -75,6 +75,11 @@ class Key(nn.Module, ABC):
     emit_dim: int = 0
     norm: KeyNorm = "tail"
 
+    @property
+    def kept_dim(self) -> int:
+        """Return the columns that a source keeps beside its value."""
+        return self.rank
+
     @abstractmethod
     def forward(self, value: Tensor, emitted: Tensor | None) -> Tensor | None:
         """Return a write's contribution to its block's key, or None to cut keys from values.
@@ -98,6 +103,10 @@ class _Tail(Key):
         self.rank, self.norm = config.rank or dim, config.norm
         if self.rank > dim:
             raise ValueError(f"rank must be at most the model width {dim}, got {self.rank}")
+
+    @property
+    def kept_dim(self) -> int:
+        return 0  # a view of the value
 
     def forward(self, value: Tensor, emitted: Tensor | None) -> None:
         return None
