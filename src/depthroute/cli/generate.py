@@ -1,13 +1,11 @@
 """What `depthroute generate` does."""
 
-from pathlib import Path
-
 import torch
 
-from depthroute.config import config_dataclass, load
+from depthroute.config import config_dataclass
 from depthroute.models import generate
-from depthroute.train import RunConfig, load_model
-from depthroute.train.run import open_dataset
+from depthroute.train import load_model
+from depthroute.train.run import load_settings, open_dataset
 
 
 @config_dataclass
@@ -23,10 +21,9 @@ class GenerateConfig:
 
 def sample(run: str, prompt: str, config: GenerateConfig) -> str:
     """Return the prompt and its continuation by the newest checkpoint of a run."""
-    model = load_model(run)  # says what is wrong with a folder that is no run
-    settings = load(RunConfig, Path(run) / "config.toml")
+    settings = load_settings(run)
     device, _ = settings.train.placement()
-    model.to(device)
+    model = load_model(run, device=device)
     tokenizer = open_dataset(settings.data.path).tokenizer()
     ids = [tokenizer.end_id, *tokenizer.encode(prompt)]
     out = generate(

@@ -3,15 +3,15 @@
 from pathlib import Path
 from typing import Any
 
-from depthroute.config import config_dataclass, load
+from depthroute.config import config_dataclass
 from depthroute.convert.card import model_card
 from depthroute.convert.code import write_code
 from depthroute.convert.hugging_face import to_hugging_face
 from depthroute.convert.tokenizer import fast_tokenizer
 from depthroute.files import new_folder, write_text
 from depthroute.models import fold
-from depthroute.train import RunConfig, load_model
-from depthroute.train.run import open_dataset
+from depthroute.train import load_model
+from depthroute.train.run import load_settings, open_dataset
 
 
 @config_dataclass
@@ -56,7 +56,7 @@ def export_run(
 
     run, out = Path(run), Path(out)
     model = fold(load_model(run))
-    settings = load(RunConfig, run / "config.toml")
+    settings = load_settings(run)
     dataset = open_dataset(settings.data.path)
     with new_folder(out) as unfinished:
         ids: dict[str, Any] = dict.fromkeys(

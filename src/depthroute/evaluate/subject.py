@@ -7,13 +7,12 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from depthroute.config import load
 from depthroute.data import TokenDataset, ValidationWindows, validation_windows
 from depthroute.evaluate.config import EvaluateConfig
 from depthroute.models import CausalLM
 from depthroute.train import RunConfig, load_model
-from depthroute.train.checkpoint import list_checkpoints
-from depthroute.train.run import open_dataset
+from depthroute.train.checkpoint import newest_checkpoint
+from depthroute.train.run import load_settings, open_dataset
 
 
 class Subject(NamedTuple):
@@ -53,13 +52,13 @@ def open_run(run: str | Path, config: EvaluateConfig) -> Subject:
     """
     run = Path(run)
     model = load_model(run)
-    settings = load(RunConfig, run / "config.toml")
+    settings = load_settings(run)
     place = replace(settings.train, device=config.device, compute_dtype=config.compute_dtype)
     device, dtype = place.placement()
     weights = _hash(model)
     model.to(device)
     model.model.compute_dtype = dtype
-    return Subject(model, settings, list_checkpoints(run / "checkpoints")[-1].name, weights)
+    return Subject(model, settings, newest_checkpoint(run).name, weights)
 
 
 def loss_windows(

@@ -109,6 +109,18 @@ def resolve(config: RunConfig, dataset: TokenDataset) -> RunConfig:
     return replace(config, model=replace(config.model, vocab_size=size))
 
 
+def load_settings(folder: str | Path) -> RunConfig:
+    """Return the resolved settings of a run.
+
+    Raises:
+        ValueError: The folder is no run.
+    """
+    file = Path(folder) / "config.toml"
+    if not file.exists():
+        raise ValueError(f"{folder} is no run folder: it has no config.toml")
+    return load(RunConfig, file)
+
+
 def load_model(folder: str | Path, *, device: torch.device | str = "cpu") -> CausalLM:
     """Load the newest checkpoint of a run, in float32.
 
@@ -119,11 +131,9 @@ def load_model(folder: str | Path, *, device: torch.device | str = "cpu") -> Cau
     Raises:
         ValueError: The folder is no run, or has no checkpoint yet.
     """
-    folder = Path(folder)
-    if not (folder / "config.toml").exists():
-        raise ValueError(f"{folder} is no run folder: it has no config.toml")
-    checkpoint = newest_checkpoint(folder)
-    model = CausalLM(load(RunConfig, folder / "config.toml").model, seed=None)
+    settings = load_settings(folder)
+    checkpoint = newest_checkpoint(Path(folder))
+    model = CausalLM(settings.model, seed=None)
     load_weights(checkpoint, model)
     return model.to(device)
 
