@@ -232,10 +232,10 @@ class ToyModel(nn.Module):
         for t in range(site, len(self.sublayers)):
             inputs, after = self.residual.read(state, t, norm)
             written = self.sublayer(t, inputs)
-            yield Step(t, state, inputs, written)
+            yield Step(t, self.residual.settle(state), inputs, written)
             state = self.residual.write(after, t, written)
         hidden = self.residual.finish(state, norm)
-        yield Step(len(self.sublayers), state, (hidden,), None)
+        yield Step(len(self.sublayers), self.residual.settle(state), (hidden,), None)
 
     def steps(self, x: Tensor) -> list[Step]:
         return list(self.resume(self.residual(x), 0))

@@ -80,7 +80,7 @@ def bytes_of_all_reads(config: AttnResConfig, layers: int) -> int:
         with saved.hooks():
             _, state = scheme.read(state, site, torch.clone)
         state = scheme.write(state, site, sources(1)[0])
-        known += [*state.values, *([] if state.partial is None else [state.partial])]
+        known += [*state.values, *([] if state.total is None else [state.total])]
     with saved.hooks():
         scheme.finish(state, torch.clone)
     return sum(saved.sizes_beyond(known))

@@ -102,7 +102,7 @@ def test_every_read_equals_the_literal_loop(key: Any, num_blocks: int, summary: 
 def test_two_phases_equal_one_pass_at_every_site(num_blocks: int) -> None:
     toy, x = ToyModel(AttnResConfig(num_blocks=num_blocks)), torch.randn(2, 3, DIM)
     for step in toy.steps(x)[1:]:
-        partial = [] if step.state.partial is None else [step.state.partial]
+        partial = [] if step.state.total is None else [step.state.total]
         once, _ = depth_attend([*step.state.values, *partial], toy.residual.query[step.site - 1])
         assert_close(step.inputs[0], once, f"site {step.site}")
 
@@ -111,7 +111,7 @@ def test_one_first_phase_serves_a_whole_block() -> None:
     toy = ToyModel(AttnResConfig(num_blocks=2))  # blocks of 4 writes
     ahead = [step.state.ahead for step in toy.steps(torch.randn(1, 1, DIM))]
     # a block's first read leaves the others' results; site 0 has no query, so site 1 comes first
-    assert [None if a is None else len(a) for a in ahead] == [
+    assert [None if a is None else len(a.outs) for a in ahead] == [
         *(None, None, 2, 1),
         *(None, 3, 2, 1),
         None,
@@ -205,8 +205,9 @@ def test_zero_queries_give_the_mean_of_sources_that_hold_everything_once(num_blo
         closed += site + 1 in ends
     hidden = scheme.finish(state, torch.clone)
     assert_close(hidden, torch.full_like(hidden, 2**8 / (1 + closed)))
+    state = scheme.settle(state)
     assert len(state.values) == 1 + closed
-    assert state.partial is None
+    assert state.total is None
 
 
 @pytest.mark.parametrize("key", KEYS.values(), ids=KEYS)

@@ -105,7 +105,7 @@ def test_two_phases_merged_by_head_equal_one_pass(num_blocks: int, rank: int | N
     config = AttnResConfig(num_blocks=num_blocks, heads=4, key=TailKey(rank=rank))
     toy = ToyModel(config)
     for step in toy.steps(torch.randn(2, 3, DIM))[1:]:
-        partial = [] if step.state.partial is None else [step.state.partial]
+        partial = [] if step.state.total is None else [step.state.total]
         query = toy.residual.query[step.site - 1]
         once, _ = depth_attend([*step.state.values, *partial], query, heads=4)
         assert_close(step.inputs[0], once, f"site {step.site}")
@@ -117,7 +117,7 @@ def test_zero_queries_read_the_mean_whatever_the_heads(heads: int) -> None:
     with torch.no_grad():
         toy.residual.query.zero_()
     for step in toy.steps(torch.randn(2, 3, DIM)):
-        partial = [] if step.state.partial is None else [step.state.partial]
+        partial = [] if step.state.total is None else [step.state.total]
         mean = torch.stack([*step.state.values, *partial]).mean(0)
         assert_close(step.inputs[0], mean, f"site {step.site}")
 

@@ -157,7 +157,7 @@ class Decoder(nn.Module):
                 state = checkpoint(
                     _run,
                     layers,
-                    state,
+                    residual.settle(state),
                     residual,
                     context,
                     use_reentrant=False,

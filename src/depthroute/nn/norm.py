@@ -14,7 +14,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, eps: float) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps = self.rms_eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last axis."""

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Literal, get_args
 
 import torch
+from torch import Tensor
 
 from depthroute.ops.checks import Read
 
@@ -62,6 +63,21 @@ def runs_in_triton(op: str, read: Read) -> bool:
         say = report
     say(op, reason, _setting == "auto" and read.values[0].is_cuda)
     return not reason
+
+
+def fuses(value: Tensor) -> bool:
+    """Decide whether kernels that hold whole rows, each with its own backward pass, take a tensor.
+
+    Where they do not, the operations that they replace run one by one, by their own decisions.
+    """
+    device = value.device
+    if _setting == "reference" or (_setting == "auto" and device.type != "cuda"):
+        return False
+    return not (
+        _unsupported_device(device)
+        or value.dtype not in (torch.float32, torch.bfloat16, torch.float16)
+        or value.shape[-1] > MAX_WIDTH
+    )
 
 
 def report(op: str, reason: str, kernels_expected: bool = True) -> None:

@@ -1,5 +1,7 @@
 """The one RMS normalisation of the package."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from depthroute.ops.scores import accumulation_dtype
@@ -19,3 +21,8 @@ def rms_norm(x: Tensor, *, eps: float) -> Tensor:
     """
     wide = x.to(accumulation_dtype(x.dtype))
     return (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()).to(x.dtype)
+
+
+def rms_eps(norm: Callable[[Tensor], Tensor]) -> float | None:
+    """Return the eps of a norm that is `rms_norm` and says so; None for any other function."""
+    return getattr(norm, "rms_eps", None)

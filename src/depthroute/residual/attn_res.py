@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from depthroute.config import config_dataclass
-from depthroute.ops import depth_attend, depth_merge, depth_weights
-from depthroute.ops.scores import accumulation_dtype
+from depthroute.ops import depth_weights
+from depthroute.ops.block import Ahead, add_merge_norm, read_ahead, scaled
+from depthroute.ops.scores import ScoreRule, accumulation_dtype
 from depthroute.residual.base import Cost, Draw, Kind, Norm, ResidualScheme
 from depthroute.residual.depth_blocks import block_counts, block_ends, block_stops, check_blocks
 from depthroute.residual.keys import KeyConfig, TailKey, build_key
@@ -63,14 +64,15 @@ class AttnResConfig:
 
 
 class AttnResState(NamedTuple):
-    """Sources of the reads to come."""
+    """Sources of the reads to come. The last write waits to be added by the next read's kernel."""
 
     values: tuple[Tensor, ...]  # embedding and closed blocks, [B, T, D]
     keys: tuple[Tensor, ...]  # their separate keys [B, T, R]; empty if cut from the values
-    partial: Tensor | None  # sum of the open block's writes
-    partial_key: Tensor | None
-    # phase 1: (out [roles, B, T, D], lse [roles, B, T, H]) of the block's next reads
-    ahead: tuple[tuple[Tensor, Tensor], ...] | None
+    total: Tensor | None  # sum of the open block's writes
+    pending: Tensor | None  # a write that `total` lacks, or the last value where no block is open
+    total_key: Tensor | None
+    queries: tuple[Tensor, ...]  # of the blocks to come, [rows, R]
+    ahead: Ahead | None  # phase 1 of the block's next reads
 
 
 class AttnRes(ResidualScheme):
@@ -106,11 +108,14 @@ class AttnRes(ResidualScheme):
                 f"heads must divide the model width {dim} and the rank {self.key.rank}, "
                 f"got {config.heads}"
             )
+        self.rule = ScoreRule(config.heads, self.key.norm, eps, 1.0)
         roles = {"attention": _NUM_ROLES[config.roles]}
         # the inputs that each read gives by a query, sites 0 .. M
         self.num_roles = (0, *(roles.get(kind, 1) for kind in (*self.kinds, "head")[1:]))
         # rows starts[t] to starts[t + 1] serve the read at site t
         self.starts = (0, *accumulate(self.num_roles))
+        firsts = dict.fromkeys((1, *self.ends)) if self.ends else ()  # where a block is read ahead
+        self.rows = [self.starts[self.stops[site]] - self.starts[site] for site in firsts]
         self.query = nn.Parameter(torch.zeros(self.starts[-1], self.key.rank, dtype=torch.float32))
 
     @property
@@ -121,7 +126,9 @@ class AttnRes(ResidualScheme):
     def forward(self, x: Tensor) -> AttnResState:
         """Make the embedding the first source."""
         key = self.key(x, None)
-        return AttnResState((x,), () if key is None else (key,), None, None, None)
+        # cut once: the gradient of the queries is then put together once
+        queries = self.query.split(self.rows)
+        return AttnResState((x,), () if key is None else (key,), None, None, None, queries, None)
 
     def read(
         self, state: AttnResState, site: int, norm: Norm
@@ -129,36 +136,62 @@ class AttnRes(ResidualScheme):
         """Mix the sources by the queries of `site`."""
         if site == 0:
             return (norm(state.values[0]),), state
-        ahead = self._read_ahead(state, site) if state.ahead is None else state.ahead
-        (out, lse), *rest = ahead
-        state = state._replace(ahead=tuple(rest))
-        if state.partial is not None:
-            count = self.counts[site]
-            out, _ = depth_merge(
-                out,
-                lse,
-                self._value(state.partial, count),
-                self._queries(site, site + 1),
-                key=state.partial_key,
-                key_norm=self.key.norm,
-                eps=self.eps,
+        if state.ahead is None:
+            state = self._read_ahead(state, site, norm)
+        ahead, num_roles = state.ahead, self.num_roles[site]
+        assert ahead is not None
+        if state.total is None:
+            return ahead.outs[:num_roles], state._replace(ahead=ahead.without(num_roles))
+        lacks = (state.total, state.pending) if state.pending is not None else (None, state.total)
+        count, roles = self.counts[site], []
+        for _ in range(num_roles):
+            total, role = add_merge_norm(
+                ahead,
+                *lacks,
+                key=state.total_key,
+                share=self._share(count),
                 bias=self.config.summary.beta * math.log(count) or None,
+                rule=self.rule,
+                norm=norm,
             )
-        out = out.to(state.values[0].dtype)
-        return tuple(norm(role) for role in out.unbind(0)), state
+            roles.append(role)
+            lacks, ahead = (None, total), ahead.without(1)
+        return tuple(roles), state._replace(total=total, pending=None, ahead=ahead)
 
     def write(self, state: AttnResState, site: int, y: Tensor) -> AttnResState:
-        """Add to the open block, and close it after its last write."""
+        """Leave the output to the next read, which adds it to its block."""
         value, emitted = (y, None) if not self.emit_dim else y.tensor_split((self.dim,), dim=-1)
         key = self.key(value, emitted)
-        if state.partial is not None:
-            value = state.partial + value
-            key = None if key is None else state.partial_key + key
+        if state.total_key is not None:
+            key = state.total_key + key
         if site + 1 not in self.ends:
-            return state._replace(partial=value, partial_key=key)
-        value = self._value(value, self.counts[site + 1])
-        keys = state.keys if key is None else (*state.keys, key)
-        return AttnResState((*state.values, value), keys, None, None, None)
+            first = state.total is None
+            return state._replace(
+                total=value if first else state.total,
+                pending=None if first else value,
+                total_key=key,
+            )
+        one_write = state.total is None
+        last = self._scaled(value, site + 1) if one_write else state.total
+        return state._replace(
+            values=(*state.values, last),
+            keys=state.keys if key is None else (*state.keys, key),
+            total=None,
+            pending=None if one_write else value,
+            total_key=None,
+            ahead=None,
+        )
+
+    def settle(self, state: AttnResState) -> AttnResState:
+        """Add the last write to its block."""
+        if state.pending is None:
+            return state
+        if state.total is not None:
+            return state._replace(total=state.total + state.pending, pending=None)
+        *values, last = state.values
+        end = self.ends[len(values) - 1]
+        last = self._scaled(last + state.pending, end)
+        return state._replace(values=(*values, last), pending=None)
 
     def finish(self, state: AttnResState, norm: Norm) -> Tensor:
         """Mix the sources once more, for the final norm and the head."""
@@ -167,13 +200,14 @@ class AttnRes(ResidualScheme):
 
     def weights(self, state: AttnResState, site: int) -> Tensor:
         """Return the softmax weights `[roles, S, B, T, H]`: embedding, blocks, partial sum."""
+        state = self.settle(state)
         values, keys = state.values, state.keys
         if site == 0:
             shape = (1, 1, *values[0].shape[:-1], self.config.heads)
             return values[0].new_ones(shape, dtype=accumulation_dtype(values[0].dtype))
-        if state.partial is not None:
-            values = (*values, self._value(state.partial, self.counts[site]))
-            keys = keys if state.partial_key is None else (*keys, state.partial_key)
+        if state.total is not None:
+            values = (*values, self._scaled(state.total, site))
+            keys = keys if state.total_key is None else (*keys, state.total_key)
         return depth_weights(
             values,
             self._queries(site, site + 1),
@@ -202,24 +236,28 @@ class AttnRes(ResidualScheme):
             cached_wide=self.key.kept_dim * num_kept,
         )
 
-    def _read_ahead(self, state: AttnResState, site: int) -> tuple[tuple[Tensor, Tensor], ...]:
+    def _read_ahead(self, state: AttnResState, site: int, norm: Norm) -> AttnResState:
         """Run phase 1: the queries of `site` and the block's later reads over closed sources."""
-        stop = self.stops[site]
-        alone = stop == site + 1 and state.partial is None
-        first = state.values[0]
-        out, lse = depth_attend(
+        query, *queries = state.queries
+        is_open = state.total is not None
+        ahead, values, keys = read_ahead(
             state.values,
-            self._queries(site, stop),
+            query,
             keys=state.keys or None,
-            heads=self.config.heads,
-            key_norm=self.key.norm,
-            eps=self.eps,
-            bias=self._bias(len(state.values), site, first),
-            # a result that will be merged is rounded once, after the merge
-            out_dtype=None if alone else accumulation_dtype(first.dtype),
+            pending=None if is_open else state.pending,
+            share=1.0 if is_open else self._share(self.counts[site]),
+            bias=self._bias(len(state.values), site, state.values[0]),
+            rule=self.rule,
+            complete=0 if is_open else self.num_roles[site],
+            norm=norm,
         )
-        num_roles = self.num_roles[site:stop]
-        return tuple(zip(out.split(num_roles), lse.split(num_roles), strict=True))
+        return state._replace(
+            values=values,
+            keys=keys,
+            pending=state.pending if is_open else None,
+            queries=tuple(queries),
+            ahead=ahead,
+        )
 
     def _queries(self, site: int, stop: int) -> Tensor:
         """Return the query rows of the reads at `site` to `stop - 1`."""
@@ -229,9 +267,12 @@ class AttnRes(ResidualScheme):
         """Return how many sources the read at `site` sees."""
         return 1 + sum(end <= site for end in self.ends) + (site > 0 and site not in self.ends)
 
-    def _value(self, total: Tensor, count: int) -> Tensor:
-        alpha = self.config.summary.alpha
-        return total * count**-alpha if alpha else total
+    def _share(self, count: int) -> float:
+        """Return the factor of a sum of so many writes as a source."""
+        return count**-self.config.summary.alpha
+
+    def _scaled(self, total: Tensor, site: int) -> Tensor:
+        return scaled(total, self._share(self.counts[site]))
 
     def _bias(self, num_sources: int, site: int, like: Tensor) -> Tensor | None:
         beta = self.config.summary.beta

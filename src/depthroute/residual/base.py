@@ -82,6 +82,14 @@ class ResidualScheme(nn.Module, ABC):
         With `token_null`, that of an attention sublayer has one more column.
         """
 
+    def settle(self, state: State) -> State:
+        """Return an equal state that keeps as little as possible, for one that will be kept.
+
+        A scheme may leave a write to the next read, to add it in one pass with what the read does;
+        until then the state holds two tensors in place of their sum.
+        """
+        return state
+
     @abstractmethod
     def finish(self, state: State, norm: Norm) -> Tensor:
         """Return the normed input of the head, `[B, T, D]`."""

@@ -55,6 +55,10 @@ class Probe(ResidualScheme):
         """Write."""
         return self.scheme.write(state, site, y)
 
+    def settle(self, state: State) -> State:
+        """Settle."""
+        return self.scheme.settle(state)
+
     def finish(self, state: State, norm: Norm) -> Tensor:
         """Show the weights of the final read, finish, then show the result."""
         self._show(state, len(self.kinds))

@@ -1,0 +1,225 @@
+"""Reads scheduled by blocks: what a whole block shares is done once, the rest once a site.
+
+`read_ahead` reads the closed sources for all queries of a block; at each site `add_merge_norm` adds
+the last write to the open block, merges the block into the site's read, and norms the result. On
+CUDA each of them is one kernel. Elsewhere they are composed of `depth_attend`, `depth_merge` and
+`rms_norm`, whose semantics they have.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from depthroute.ops import backend, checks
+from depthroute.ops.depth_attend import depth_attend
+from depthroute.ops.depth_merge import depth_merge
+from depthroute.ops.rms_norm import rms_eps
+from depthroute.ops.scores import ScoreRule, accumulation_dtype
+
+Norm = Callable[[Tensor], Tensor]
+
+# what fits the registers of a program that holds all sources, or all queries' gradients, of a token
+MAX_SOURCES, MAX_NUMBERS = 16, 32768
+
+
+class BlockRead(NamedTuple):
+    """Arguments of `read_ahead` as the kernels take them."""
+
+    values: tuple[Tensor, ...]  # S of [*b, D]
+    keys: tuple[Tensor, ...] | None  # S of [*b, R]
+    pending: Tensor | None  # [*b, D]: what the last source lacks
+    query: Tensor  # [Q, R]
+    rule: ScoreRule
+    share: float  # factor of the last source, once it is complete
+    norm_eps: float | None  # of the norm of the first read
+
+
+class Site(NamedTuple):
+    """Arguments of `add_norm` and `add_merge_norm` as the kernels take them."""
+
+    old: Tensor | None  # [*b, D], the read without the open block
+    lse: Tensor | None  # [*b]
+    query: Tensor | None  # [rows, R], all of them the same query
+    total: Tensor | None  # [*b, D], the open block before the write
+    pending: Tensor  # [*b, D], the write
+    key: Tensor | None  # [*b, R]
+    rule: ScoreRule
+    share: float  # factor of the open block, as a source
+    norm_eps: float | None
+
+
+class Ahead(NamedTuple):
+    """What `read_ahead` leaves for the reads of a block, one entry each.
+
+    To be handed to `add_merge_norm` as it is: between the two, the gradient of `lses` is not the
+    mathematical one when kernels run.
+    """
+
+    outs: tuple[Tensor, ...]  # [*b, D]
+    lses: tuple[Tensor, ...]  # [*b] from the kernels, else [*b, 1]
+    queries: tuple[Tensor, ...]  # [rows, R] from the kernels, else [R]
+    fused: bool
+
+    def without(self, count: int) -> "Ahead":
+        """Return what is left after so many reads."""
+        return Ahead(self.outs[count:], self.lses[count:], self.queries[count:], self.fused)
+
+
+def read_ahead(
+    values: Sequence[Tensor],
+    query: Tensor,
+    *,
+    keys: Sequence[Tensor] | None,
+    pending: Tensor | None,
+    share: float,
+    bias: Tensor | None,
+    rule: ScoreRule,
+    complete: int,
+    norm: Norm,
+) -> tuple[Ahead, tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Read the closed sources for all queries of a block; the last source may close on the way.
+
+    Args:
+        values: S sources `[*b, D]`.
+        query: `[Q, R]`, one row for each read.
+        keys: Their separate keys `[*b, R]`; None cuts them from the values.
+        pending: The last write of the block that closes, `[*b, D]`: the last source is
+            `share * (values[-1] + pending)`. None if the last source is complete.
+        share: See `pending`.
+        bias: Logit offsets of the sources, `[S]`.
+        rule: Heads, key norm, eps and scale.
+        complete: How many of the reads, from the first, miss no source; they are normed here.
+        norm: Norm of every read.
+
+    Returns:
+        The reads to come; the values and the keys to use from here on. Gradients of later uses
+        come back through them, so that each source's is read and written once a block.
+    """
+    eps = rms_eps(norm)
+    if complete > 1 or (complete and eps is None) or not _fuses(values, rule, bias):
+        if pending is not None:
+            values = (*values[:-1], scaled(values[-1] + pending, share))
+        return _plain_read(tuple(values), query, keys, bias, rule, complete, norm)
+    from depthroute.ops import fused_block
+
+    given = BlockRead(
+        tuple(values),
+        None if keys is None else tuple(keys),
+        pending,
+        query,
+        rule,
+        share,
+        eps if complete else None,
+    )
+    return fused_block.read_ahead(given)
+
+
+def add_merge_norm(
+    ahead: Ahead,
+    total: Tensor | None,
+    pending: Tensor,
+    *,
+    key: Tensor | None,
+    share: float,
+    bias: float | None,
+    rule: ScoreRule,
+    norm: Norm,
+) -> tuple[Tensor, Tensor]:
+    """Add a write to the open block, merge the block into the first read of `ahead`, norm it.
+
+    Args:
+        ahead: The reads to come.
+        total: The open block before this write, `[*b, D]`; None if it has no other.
+        pending: The write, `[*b, D]`.
+        key: Separate key of the open block, this write included, `[*b, R]`.
+        share: Factor of the block's sum as a source.
+        bias: Its logit offset.
+        rule: Heads, key norm, eps and scale.
+        norm: Norm of the read.
+
+    Returns:
+        The open block, and the normed read.
+    """
+    if ahead.fused:
+        from depthroute.ops import fused_block
+
+        first, eps = (ahead.outs[0], ahead.lses[0], ahead.queries[0]), rms_eps(norm)
+        total, out = fused_block.site(Site(*first, total, pending, key, rule, share, eps))
+        return total, out if eps is not None else norm(out)
+    total = pending if total is None else total + pending
+    out, _ = depth_merge(
+        ahead.outs[0],
+        ahead.lses[0],
+        scaled(total, share),
+        ahead.queries[0],
+        key=key,
+        bias=bias,
+        key_norm=rule.key_norm,
+        eps=rule.eps,
+        scale=rule.scale,
+    )
+    return total, norm(out)
+
+
+def add_norm(total: Tensor, pending: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+    """Add a write to the residual stream and norm the sum: `s = total + pending`, `norm(s)`.
+
+    Args:
+        total: The stream, `[*b, D]`.
+        pending: The write, `[*b, D]`.
+        norm: The norm; one kernel does both if it is `rms_norm`.
+    """
+    eps = rms_eps(norm)
+    if eps is not None and pending.dtype == total.dtype and backend.fuses(total):
+        from depthroute.ops import fused_block
+
+        rule = ScoreRule(1, "none", eps, 1.0)
+        return fused_block.site(Site(None, None, None, total, pending, None, rule, 1.0, eps))
+    total = total + pending
+    return total, norm(total)
+
+
+def scaled(x: Tensor, share: float) -> Tensor:
+    """Return `share * x`, and x itself for a share of 1."""
+    return x if share == 1.0 else x * share
+
+
+def _fuses(values: Sequence[Tensor], rule: ScoreRule, bias: Tensor | None) -> bool:
+    """Decide whether the kernels of this schedule take a read; if not, others may."""
+    width = 1 << (values[0].shape[-1] - 1).bit_length()
+    return (
+        rule.heads == 1
+        and bias is None
+        and len(values) <= MAX_SOURCES
+        and len(values) * width <= MAX_NUMBERS
+        and backend.fuses(values[0])
+    )
+
+
+def _plain_read(
+    values: tuple[Tensor, ...],
+    query: Tensor,
+    keys: Sequence[Tensor] | None,
+    bias: Tensor | None,
+    rule: ScoreRule,
+    complete: int,
+    norm: Norm,
+) -> tuple[Ahead, tuple[Tensor, ...], tuple[Tensor, ...]]:
+    dtype = values[0].dtype
+    outs, lses = depth_attend(
+        values,
+        query,
+        keys=keys,
+        heads=rule.heads,
+        key_norm=rule.key_norm,
+        eps=rule.eps,
+        scale=rule.scale,
+        bias=bias,
+        # a result that will be merged is rounded once, after the merge
+        out_dtype=None if complete == len(query) else accumulation_dtype(dtype),
+    )
+    reads = [norm(out.to(dtype)) if i < complete else out for i, out in enumerate(outs.unbind(0))]
+    ahead = Ahead(tuple(reads), lses.unbind(0), query.unbind(0), False)
+    return ahead, values, tuple(keys or ())

@@ -1,0 +1,151 @@
+"""The block schedule in Triton kernels: its two steps with their gradients.
+
+Under torch.compile the launchers are called as registered operations. Their gradients stay in
+autograd functions, traced by the compiler: sources pass through them, which no registered operation
+with a gradient of its own may do.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from depthroute.ops import registered_block as registered
+from depthroute.ops.block import Ahead, BlockRead, Site
+
+
+def read_ahead(given: BlockRead) -> tuple[Ahead, tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Run phase 1; see `depthroute.ops.block.read_ahead`."""
+    num_values, keys = len(given.values), given.keys or ()
+    options = (given.rule, given.share, given.norm_eps)
+    tensors = (*given.values, *keys, *(() if given.pending is None else (given.pending,)))
+    results = _ReadAhead.apply(given.query, num_values, len(keys), options, *tensors)
+    num = len(given.query)
+    outs, lses, queries = (results[i * num : (i + 1) * num] for i in range(3))
+    values = results[3 * num : 3 * num + num_values]
+    return Ahead(outs, lses, queries, True), values, results[3 * num + num_values :]
+
+
+def site(given: Site) -> tuple[Tensor, Tensor]:
+    """Run a site; see `depthroute.ops.block.add_merge_norm`."""
+    options = (given.rule, given.share, given.norm_eps)
+    return _Site.apply(options, *given[:6])
+
+
+class _ReadAhead(torch.autograd.Function):
+    """Phase 1. Sources pass through, and their gradients with them.
+
+    What a later block adds to a source's gradient comes back here and is added to in the kernel:
+    autograd has nothing to sum. The same holds for the queries, whose sites return rows to sum.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        num_values: int,
+        num_keys: int,
+        options: tuple[Any, ...],
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        values, keys = tensors[:num_values], tensors[num_values : num_values + num_keys]
+        pending = tensors[num_values + num_keys] if len(tensors) > num_values + num_keys else None
+        rule, share, norm_eps = options
+        given = BlockRead(values, keys or None, pending, query, rule, share, norm_eps)
+        first, out, lse, closed, logits, rstds, norm_rstds = registered.read_ahead_fwd(given)
+        threaded = [x.view_as(x) for x in (*values, *keys)]
+        if closed is not None:
+            threaded[num_values - 1] = closed
+            values = (*values[:-1], closed)
+        ctx.save_for_backward(query, first, lse, logits, rstds, norm_rstds, *values, *keys)
+        ctx.num_values, ctx.options, ctx.closes = num_values, options, pending is not None
+        ctx.set_materialize_grads(False)
+        rows = registered.site_rows(logits.shape[0], query.device)
+        slots = [row.expand(rows, query.shape[1]) for row in query.unbind(0)]
+        reads = (*(() if first is None else (first,)), *out.unbind(0))
+        return (*reads, *lse.unbind(0), *slots, *threaded)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        query, first, lse, logits, rstds, norm_rstds, *tensors = ctx.saved_tensors
+        values, keys = tensors[: ctx.num_values], tensors[ctx.num_values :]
+        rule, share, norm_eps = ctx.options
+        num = len(query)
+        like = values[0]
+        grad_outs = [torch.zeros_like(like) if g is None else g for g in grads[:num]]
+        grad_lses = [torch.zeros_like(lse[0]) if g is None else g for g in grads[num : 2 * num]]
+        # the first read may have no site; all others have
+        slots = grads[2 * num + (norm_eps is not None) : 3 * num]
+        slots = [g for g in slots if g is not None]
+        later = grads[3 * num :]
+        given = BlockRead(
+            tuple(values), tuple(keys) or None, like if ctx.closes else None, query, rule, share,
+            norm_eps,
+        )  # fmt: skip
+        grad_values, grad_keys, grad_query = registered.read_ahead_bwd(
+            given,
+            first,
+            lse,
+            logits,
+            rstds,
+            norm_rstds,
+            grad_outs,
+            grad_lses,
+            _all_or_none(later[: ctx.num_values], values),
+            _all_or_none(later[ctx.num_values :], keys),
+            slots,
+        )
+        per_value = grad_values.unbind(0)
+        per_key = () if grad_keys is None else grad_keys.unbind(0)
+        pending = (per_value[-1],) if ctx.closes else ()
+        return (grad_query, None, None, None, *per_value, *per_key, *pending)
+
+
+class _Site(torch.autograd.Function):
+    """A site: the write joins its block, the block joins the read, and the read is normed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        options: tuple[Any, ...],
+        old: Tensor | None,
+        lse: Tensor | None,
+        query: Tensor | None,
+        total: Tensor | None,
+        pending: Tensor,
+        key: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        given = Site(old, lse, query, total, pending, key, *options)
+        new_total, out, numbers = registered.site_fwd(given)
+        value = pending if new_total is None else new_total
+        ctx.save_for_backward(query, key, value, out, numbers)
+        ctx.options, ctx.adds = options, total is not None
+        ctx.set_materialize_grads(False)
+        return value.view_as(value) if new_total is None else new_total, out
+
+    @staticmethod
+    def backward(ctx: Any, grad_total: Tensor | None, grad_out: Tensor | None) -> tuple[Any, ...]:
+        query, key, value, out, numbers = ctx.saved_tensors
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        given = Site(None, None, query, None, value, key, *ctx.options)
+        grads = registered.site_bwd(given, out, numbers, grad_out, grad_total)
+        grad_value, grad_old, grad_lse, grad_query, grad_key = grads
+        return (
+            None,
+            grad_old,
+            grad_lse,
+            grad_query,
+            grad_value if ctx.adds else None,
+            grad_value,
+            grad_key,
+        )
+
+
+def _all_or_none(
+    grads: tuple[Tensor | None, ...], like: list[Tensor]
+) -> list[Tensor] | None:
+    """Return gradients to add to: None if there is none, zeros in place of a single one."""
+    if all(g is None for g in grads):
+        return None
+    return [torch.zeros_like(x) if g is None else g for g, x in zip(grads, like, strict=True)]

@@ -1,0 +1,160 @@
+"""Sizes and launches of a block's reads, and the memory of their results."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from depthroute.ops.block import BlockRead, Site
+from depthroute.ops.kernels.layout import power_of_two
+from depthroute.ops.kernels.sources import num_programs
+
+# queries whose gradients a backward pass holds at once
+QUERIES_AT_ONCE = 8
+SITE_PROGRAMS = 8
+
+
+class BlockLayout(NamedTuple):
+    """S closed sources of T tokens and width D, read by Q queries of rank R."""
+
+    S: int
+    T: int
+    Q: int
+    D: int
+    R: int
+    norm: str
+    keys: str  # "value": a key is its whole value; "tail": columns of it; "separate"
+
+    @classmethod
+    def of(cls, given: BlockRead) -> "BlockLayout":
+        """Read the sizes off the arguments."""
+        (num_queries, rank), value = given.query.shape, given.values[0]
+        width, sources = value.shape[-1], len(given.values)
+        keys = "separate" if given.keys is not None else "value" if rank == width else "tail"
+        tokens = value.numel() // width
+        return cls(sources, tokens, num_queries, width, rank, given.rule.key_norm, keys)
+
+    @property
+    def constants(self) -> dict[str, int | str]:
+        """Compile-time constants of both passes."""
+        sizes = {"S": self.S, "SP": power_of_two(self.S), "D": self.D, "BD": power_of_two(self.D)}
+        ranks = {"R": self.R, "BR": power_of_two(self.R)}
+        return sizes | ranks | {"NORM": self.norm, "KEYS": self.keys}
+
+    def warps(self, columns: int) -> int:
+        """Return the warps of a program, with so many columns each."""
+        return max(1, min(16, power_of_two(self.D) // columns))
+
+    @property
+    def queries_at_once(self) -> int:
+        """Return the queries that a backward pass takes together: most often all."""
+        return -(-self.Q // -(-self.Q // QUERIES_AT_ONCE))
+
+    @property
+    def programs(self) -> int:
+        """Return the programs of a backward pass on each processor."""
+        return 2
+
+    @property
+    def backward_launch(self) -> dict[str, int]:
+        """Return how the backward pass is compiled."""
+        return {"num_warps": self.warps(256), "STAGES": 2}
+
+
+class ReadAhead(NamedTuple):
+    """Results of phase 1, and what its backward pass needs of them."""
+
+    # apart from the rest: a sublayer keeps it, and a view would keep the whole
+    first: Tensor | None  # [*b, D], the first read if it is complete, normed
+    out: Tensor  # the others, [Q or Q - 1, *b, D]
+    lse: Tensor  # [Q, *b]
+    closed: Tensor | None  # [*b, D], the source that closed
+    logits: Tensor  # [T, S, Q]
+    rstds: Tensor  # [T, S], what the key norm multiplies by
+    norm_rstds: Tensor | None  # [T], what the norm of the first read multiplies by
+
+    @classmethod
+    def empty(cls, at: BlockLayout, given: BlockRead) -> "ReadAhead":
+        """Allocate them."""
+        value, wide = given.values[0], torch.float32
+        batch, has_first = value.shape[:-1], given.norm_eps is not None
+        return cls(
+            value.new_empty(value.shape) if has_first else None,
+            value.new_empty((at.Q - has_first, *batch, at.D)),
+            value.new_empty((at.Q, *batch), dtype=wide),
+            None if given.pending is None else value.new_empty((*batch, at.D)),
+            value.new_empty((at.T, at.S, at.Q), dtype=wide),
+            value.new_empty((at.T, at.S), dtype=wide),
+            value.new_empty((at.T,), dtype=wide) if has_first else None,
+        )
+
+
+class ReadAheadGradients(NamedTuple):
+    """Gradients of the arguments of phase 1."""
+
+    values: Tensor  # [S, *b, D]
+    keys: Tensor | None  # [S, *b, R]
+    query: Tensor  # [Q, R]; of a launch, [programs, Q, R]
+
+    @classmethod
+    def empty(cls, given: BlockRead) -> "ReadAheadGradients":
+        """Allocate them."""
+        values, keys = given.values, given.keys
+        return cls(
+            values[0].new_empty((len(values), *values[0].shape)),
+            None if keys is None else keys[0].new_empty((len(keys), *keys[0].shape)),
+            given.query.new_empty(given.query.shape),
+        )
+
+
+class SiteResult(NamedTuple):
+    """Results of a site, and what its backward pass needs of them."""
+
+    total: Tensor | None  # [*b, D]; None if the block has this one write
+    out: Tensor  # [*b, D]
+    numbers: Tensor  # [T, 4]: logit, factor of the key norm, weight of the block, factor of the norm
+
+    @classmethod
+    def empty(cls, given: Site) -> "SiteResult":
+        """Allocate them."""
+        y = given.pending
+        tokens = y.numel() // y.shape[-1]
+        return cls(
+            None if given.total is None else y.new_empty(y.shape),
+            y.new_empty(y.shape),
+            y.new_empty((tokens, 4), dtype=torch.float32),
+        )
+
+
+class SiteGradients(NamedTuple):
+    """Gradients of the arguments of a site."""
+
+    value: Tensor  # [*b, D], of the total and of what was added to it
+    old: Tensor | None  # [*b, D]
+    lse: Tensor | None  # [*b], less `<grad_old, old>`
+    query: Tensor | None  # [programs, R]
+    key: Tensor | None  # [*b, R]
+
+    @classmethod
+    def empty(cls, given: Site) -> "SiteGradients":
+        """Allocate them."""
+        value, query, key = given.pending, given.query, given.key
+        merges = query is not None
+        return cls(
+            value.new_empty(value.shape),
+            value.new_empty(value.shape) if merges else None,
+            value.new_empty(value.shape[:-1], dtype=torch.float32) if merges else None,
+            None if query is None else query.new_empty(query.shape),
+            None if key is None else key.new_empty(key.shape),
+        )
+
+
+def contiguous_rows(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return tensors whose rows follow each other, without a copy of those that are so."""
+    return tuple(x if x.is_contiguous() else x.contiguous() for x in tensors)
+
+
+def site_programs(tokens: int, device: torch.device) -> int:
+    """Return the rows that the gradient of a site's query comes in."""
+    return max(1, num_programs(tokens, SITE_PROGRAMS, device))

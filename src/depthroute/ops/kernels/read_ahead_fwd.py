@@ -1,0 +1,111 @@
+"""Forward pass of `read_ahead`: one pass over the closed sources serves all queries of a block.
+
+`b_` names a block, `o_` offsets, `m_` a mask, `p_` a pointer.
+"""
+
+import triton
+import triton.language as tl
+
+from depthroute.ops.block import BlockRead
+from depthroute.ops.kernels.block_layout import BlockLayout, ReadAhead, contiguous_rows
+from depthroute.ops.kernels.layout import as_rows
+from depthroute.ops.kernels.select import pointer_to
+
+
+def read_ahead_fwd(given: BlockRead) -> ReadAhead:
+    """Launch the forward pass on validated arguments."""
+    at = BlockLayout.of(given)
+    result = ReadAhead.empty(at, given)
+    if not at.T:
+        return result
+    pending = None if given.pending is None else as_rows(given.pending)
+    read_ahead_fwd_kernel[(at.T,)](
+        contiguous_rows(given.values),
+        None if given.keys is None else contiguous_rows(given.keys),
+        pending,
+        given.query.contiguous(),
+        *result,
+        0 if pending is None else pending.stride(0),
+        at.T,
+        at.Q,
+        given.rule.eps,
+        given.rule.scale,
+        given.share,
+        given.norm_eps or 0.0,
+        NORM_FIRST=given.norm_eps is not None,
+        **at.constants,
+        num_warps=at.warps(512),
+    )
+    return result
+
+
+@triton.jit
+def read_ahead_fwd_kernel(
+    values, keys, pending, query, first, out, lse, closed, logits, rstds, norm_rstds,
+    stride_pending, num_tokens, num_queries, eps, scale, share, norm_eps, NORM_FIRST: tl.constexpr,
+    S: tl.constexpr, SP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, R: tl.constexpr,
+    BR: tl.constexpr, NORM: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Hold one token's sources as a tile `[S, D]`, and loop over the queries.
+
+    All sources in one tile, so that the scores of a query are one reduction over the width: the
+    warps of a program wait for each other once a query, not once a score.
+    """
+    t = tl.program_id(0)
+    o_row = t.to(tl.int64)
+    o_s, o_d, o_r = tl.arange(0, SP), tl.arange(0, BD), tl.arange(0, BR)
+    m_s, m_d, m_r = o_s < S, o_d < D, o_r < R
+    dtype: tl.constexpr = values[0].dtype.element_ty
+    p_v = pointer_to(values, o_s, S)
+    m_v = m_s[:, None] & m_d[None, :]
+    b_v = tl.load(p_v[:, None] + (o_row * D + o_d)[None, :], mask=m_v, other=0.0).to(tl.float32)
+    is_open = (o_s == S - 1)[:, None]
+    if pending is not None:  # the last source closes here
+        p_y = pending + o_row * stride_pending
+        b_y = tl.load(p_y + o_d, mask=m_d, other=0.0).to(tl.float32)
+        b_closed = ((b_v + b_y[None, :]) * share).to(dtype).to(tl.float32)
+        b_v = tl.where(is_open, b_closed, b_v)
+        b_last = tl.sum(tl.where(is_open, b_v, 0.0), axis=0)
+        tl.store(closed + o_row * D + o_d, b_last.to(dtype), mask=m_d)
+    m_k = m_s[:, None] & m_r[None, :]
+    if KEYS == "value":
+        b_k = b_v
+    elif KEYS == "tail":
+        o_tail = o_r + (D - R)
+        b_k = tl.load(p_v[:, None] + (o_row * D + o_tail)[None, :], mask=m_k, other=0.0)
+        b_k = b_k.to(tl.float32)
+        if pending is not None:
+            b_y = tl.load(p_y + o_tail, mask=m_r, other=0.0).to(tl.float32)
+            b_closed = ((b_k + b_y[None, :]) * share).to(dtype).to(tl.float32)
+            b_k = tl.where(is_open, b_closed, b_k)
+    else:
+        p_k = pointer_to(keys, o_s, S)
+        b_k = tl.load(p_k[:, None] + (o_row * R + o_r)[None, :], mask=m_k, other=0.0)
+        b_k = b_k.to(tl.float32)
+    if NORM == "none":
+        b_r = tl.full([SP], 1.0, tl.float32)
+    elif NORM == "full":
+        b_r = tl.rsqrt(tl.sum(b_v * b_v, axis=1) / D + eps)
+    else:
+        b_r = tl.rsqrt(tl.sum(b_k * b_k, axis=1) / R + eps)
+    tl.store(rstds + o_row * S + o_s, b_r, mask=m_s)
+
+    for j in range(num_queries):
+        b_q = tl.load(query + j * R + o_r, mask=m_r, other=0.0, eviction_policy="evict_last")
+        b_z = tl.sum(b_k * b_q.to(tl.float32)[None, :], axis=1) * (b_r * scale)
+        tl.store(logits + (o_row * S + o_s) * num_queries + j, b_z, mask=m_s)
+        b_z = tl.where(m_s, b_z, float("-inf"))
+        b_top = tl.max(b_z, axis=0)
+        b_e = tl.exp(b_z - b_top)
+        b_sum = tl.sum(b_e, axis=0)
+        b_out = tl.sum((b_e / b_sum)[:, None] * b_v, axis=0)
+        o_j = tl.cast(j, tl.int64)
+        tl.store(lse + o_j * num_tokens + o_row, b_top + tl.log(b_sum))
+        p_out = out + ((o_j - NORM_FIRST) * num_tokens + o_row) * D
+        if NORM_FIRST:
+            if j == 0:
+                b_norm = tl.rsqrt(tl.sum(b_out * b_out, axis=0) / D + norm_eps)
+                tl.store(norm_rstds + o_row, b_norm)
+                b_out *= b_norm
+                p_out = first + o_row * D
+        tl.store(p_out + o_d, b_out.to(dtype), mask=m_d)
