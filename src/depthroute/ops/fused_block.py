@@ -60,7 +60,7 @@ class _ReadAhead(torch.autograd.Function):
         ctx.save_for_backward(query, first, lse, logits, rstds, norm_rstds, *values, *keys)
         ctx.num_values, ctx.options, ctx.closes = num_values, options, pending is not None
         ctx.set_materialize_grads(False)
-        rows = registered.site_rows(logits.shape[0], query.device)
+        rows = registered.site_rows(logits.shape[0], values[0].shape[-1], query.device)
         slots = [row.expand(rows, query.shape[1]) for row in query.unbind(0)]
         reads = (*(() if first is None else (first,)), *out.unbind(0))
         return (*reads, *lse.unbind(0), *slots, *threaded)

@@ -10,11 +10,11 @@ from depthroute.ops.block import BlockRead, Site
 from depthroute.ops.scores import KeyNorm, ScoreRule
 
 
-def site_rows(num_tokens: int, device: torch.device) -> int:
+def site_rows(num_tokens: int, width: int, device: torch.device) -> int:
     """Return the rows that the gradient of a site's query comes in."""
     from depthroute.ops.kernels.block_layout import site_programs
 
-    return site_programs(num_tokens, device)
+    return site_programs(num_tokens, width, device)
 
 
 def read_ahead_fwd(given: BlockRead) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from depthroute.ops.block import Site
+from depthroute.ops.kernels import block_layout
 from depthroute.ops.kernels.block_layout import SiteGradients, SiteResult, site_programs
 from depthroute.ops.kernels.layout import as_rows, power_of_two
 
@@ -38,7 +39,7 @@ def site_fwd(given: Site) -> SiteResult:
         given.norm_eps or 0.0,
         NORMED=given.norm_eps is not None,
         **_constants(given),
-        num_warps=_warps(given, 1024),
+        num_warps=block_layout.site_forward(given.pending.shape[-1]).num_warps,
     )
     return result
 
@@ -59,8 +60,8 @@ def site_bwd(
     if not tokens:
         return grads._replace(query=None if grads.query is None else torch.zeros_like(grads.query))
     value = as_rows(given.pending)
-    merges = given.query is not None
-    programs = len(given.query) if merges else site_programs(tokens, value.device)
+    merges, launch = given.query is not None, block_layout.site_backward(value.shape[-1])
+    programs = len(given.query) if merges else site_programs(tokens, value.shape[-1], value.device)
     site_bwd_kernel[(programs,)](
         grad_out.contiguous(),
         None if grad_total is None else grad_total.contiguous(),
@@ -78,7 +79,8 @@ def site_bwd(
         NORMED=given.norm_eps is not None,
         MERGES=merges,
         **_constants(given),
-        num_warps=_warps(given, 1024),
+        num_warps=launch.num_warps,
+        maxnreg=launch.max_registers,
     )
     return grads
 
@@ -89,10 +91,6 @@ def _constants(given: Site) -> dict[str, int | str]:
     keys = "separate" if given.key is not None else "value" if rank == width else "tail"
     sizes = {"D": width, "BD": power_of_two(width), "R": rank, "BR": power_of_two(rank)}
     return {**sizes, "NORM": given.rule.key_norm, "KEYS": keys}
-
-
-def _warps(given: Site, columns: int) -> int:
-    return max(1, min(16, power_of_two(given.pending.shape[-1]) // columns))
 
 
 @triton.jit

@@ -12,7 +12,6 @@ from depthroute.ops.kernels.sources import num_programs
 
 # queries whose gradients a backward pass holds at once
 QUERIES_AT_ONCE = 8
-SITE_PROGRAMS = 8
 
 
 class BlockLayout(NamedTuple):
@@ -24,42 +23,59 @@ class BlockLayout(NamedTuple):
     D: int
     R: int
     norm: str
-    keys: str  # "value": a key is its whole value; "tail": columns of it; "separate"
+    separate: bool  # keys, from the values
 
     @classmethod
     def of(cls, given: BlockRead) -> "BlockLayout":
         """Read the sizes off the arguments."""
         (num_queries, rank), value = given.query.shape, given.values[0]
         width, sources = value.shape[-1], len(given.values)
-        keys = "separate" if given.keys is not None else "value" if rank == width else "tail"
-        tokens = value.numel() // width
-        return cls(sources, tokens, num_queries, width, rank, given.rule.key_norm, keys)
+        tokens, separate = value.numel() // width, given.keys is not None
+        return cls(sources, tokens, num_queries, width, rank, given.rule.key_norm, separate)
 
     @property
-    def constants(self) -> dict[str, int | str]:
+    def constants(self) -> dict[str, int | str | bool]:
         """Compile-time constants of both passes."""
-        sizes = {"S": self.S, "SP": power_of_two(self.S), "D": self.D, "BD": power_of_two(self.D)}
-        ranks = {"R": self.R, "BR": power_of_two(self.R)}
-        return sizes | ranks | {"NORM": self.norm, "KEYS": self.keys}
-
-    def warps(self, columns: int) -> int:
-        """Return the warps of a program, with so many columns each."""
-        return max(1, min(16, power_of_two(self.D) // columns))
+        sizes = {"S": self.S, "D": self.D, "BD": power_of_two(self.D)}
+        return sizes | {"R": self.R, "NORM": self.norm, "SEPARATE": self.separate}
 
     @property
     def queries_at_once(self) -> int:
         """Return the queries that a backward pass takes together: most often all."""
         return -(-self.Q // -(-self.Q // QUERIES_AT_ONCE))
 
-    @property
-    def programs(self) -> int:
-        """Return the programs of a backward pass on each processor."""
-        return 2
 
-    @property
-    def backward_launch(self) -> dict[str, int]:
-        """Return how the backward pass is compiled."""
-        return {"num_warps": self.warps(256), "STAGES": 2}
+class Launch(NamedTuple):
+    """How a kernel is compiled, and how many programs of it share a processor's tokens."""
+
+    num_warps: int
+    chunk: int = 1  # sources that a program holds at a time
+    programs: int = 1
+    max_registers: int | None = None
+
+
+def ahead_forward(at: BlockLayout) -> Launch:
+    """Choose the launch of `read_ahead`."""
+    return Launch(_warps(at.D, 512))
+
+
+def ahead_backward(at: BlockLayout) -> Launch:
+    """Choose the launch of its backward pass."""
+    return Launch(_warps(at.D, 256), min(4, power_of_two(at.S)), 3, 168)
+
+
+def site_forward(width: int) -> Launch:
+    """Choose the launch of a site."""
+    return Launch(_warps(width, 1024))
+
+
+def site_backward(width: int) -> Launch:
+    """Choose the launch of its backward pass."""
+    return Launch(_warps(width, 512), programs=8, max_registers=128)
+
+
+def _warps(width: int, columns: int) -> int:
+    return max(1, min(16, power_of_two(width) // columns))
 
 
 class ReadAhead(NamedTuple):
@@ -155,6 +171,6 @@ def contiguous_rows(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(x if x.is_contiguous() else x.contiguous() for x in tensors)
 
 
-def site_programs(tokens: int, device: torch.device) -> int:
+def site_programs(tokens: int, width: int, device: torch.device) -> int:
     """Return the rows that the gradient of a site's query comes in."""
-    return max(1, num_programs(tokens, SITE_PROGRAMS, device))
+    return max(1, num_programs(tokens, site_backward(width).programs, device))

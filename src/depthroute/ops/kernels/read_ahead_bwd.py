@@ -11,12 +11,13 @@ import triton.language as tl
 from torch import Tensor
 
 from depthroute.ops.block import BlockRead
+from depthroute.ops.kernels import block_layout
 from depthroute.ops.kernels.block_layout import (
     BlockLayout,
     ReadAheadGradients,
     contiguous_rows,
 )
-from depthroute.ops.kernels.layout import power_of_two
+from depthroute.ops.kernels.scores import scores_bwd
 from depthroute.ops.kernels.select import pointer_to
 from depthroute.ops.kernels.sources import num_programs
 
@@ -49,12 +50,12 @@ def read_ahead_bwd(
     if not at.T:
         return grads._replace(query=torch.zeros_like(given.query))
     step = at.queries_at_once
-    programs = num_programs(at.T, at.programs, given.query.device)
+    launch = block_layout.ahead_backward(at)
+    programs = num_programs(at.T, launch.programs, given.query.device)
     grad_query = lse.new_empty((programs, at.Q, at.R))
+    grad_logits = None if given.keys is None else torch.empty_like(logits)
     values, query = contiguous_rows(given.values), given.query.contiguous()
-    keys = None if given.keys is None else contiguous_rows(given.keys)
     later_values = None if later_values is None else contiguous_rows(later_values)
-    later_keys = None if later_keys is None else contiguous_rows(later_keys)
     for start in range(0, at.Q, step):
         group = slice(start, start + step)
         count = len(grad_outs[group])
@@ -63,16 +64,14 @@ def read_ahead_bwd(
             tuple(grad_lses[group]),
             first,
             values,
-            keys,
             later_values,
-            later_keys,
             query,
             lse,
             logits,
             rstds,
             norm_rstds,
             grads.values,
-            grads.keys,
+            grad_logits,
             grad_query,
             at.T,
             start,
@@ -82,13 +81,15 @@ def read_ahead_bwd(
             NORM_FIRST=given.norm_eps is not None and start == 0,
             Q=at.Q,
             COUNT=count,
-            QP=power_of_two(count),
+            CHUNK=launch.chunk,
             LAST=start + step >= at.Q,
             **at.constants,
-            **at.backward_launch,
+            num_warps=launch.num_warps,
+            maxnreg=launch.max_registers,
         )
         later_values = grads.values.unbind(0)
-        later_keys = None if grads.keys is None else grads.keys.unbind(0)
+    if given.keys is not None:
+        scores_bwd(given, grad_logits, logits, rstds, later_keys, grads.keys, grad_query)
     columns = 32
     sum_rows_kernel[(at.Q, -(-at.R // columns))](
         grad_query,
@@ -101,115 +102,94 @@ def read_ahead_bwd(
         SLOTS=len(slots),
         R=at.R,
         BR=columns,
-        BLOCK=32,
+        BLOCK=128,
     )
     return grads
 
 
 @triton.jit
-def upstream(p_g, o_row, o_c, m_g, b_x, b_along, b_norm, is_first, NORM_FIRST: tl.constexpr,
-             D: tl.constexpr):  # fmt: skip
-    """Load the gradients `[Q, columns]` of the reads; the first is taken back through its norm."""
-    b_g = tl.load(p_g[:, None] + (o_row * D + o_c)[None, :], mask=m_g, other=0.0).to(tl.float32)
-    if NORM_FIRST:
-        b_g = tl.where(is_first, b_norm * (b_g - b_x[None, :] * b_along), b_g)
-    return b_g
-
-
-@triton.jit
 def read_ahead_bwd_kernel(
-    grad_outs, grad_lses, first, values, keys, later_values, later_keys, query,
-    lse, logits, rstds, norm_rstds, grad_values, grad_keys, grad_query,
-    num_tokens, start, scale, share, norm_eps,
-    NORM_FIRST: tl.constexpr, Q: tl.constexpr, COUNT: tl.constexpr, QP: tl.constexpr,
-    LAST: tl.constexpr, STAGES: tl.constexpr,
-    S: tl.constexpr, SP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, R: tl.constexpr,
-    BR: tl.constexpr, NORM: tl.constexpr, KEYS: tl.constexpr,
+    grad_outs, grad_lses, first, values, later_values, query, lse, logits, rstds, norm_rstds,
+    grad_values, grad_logits, grad_query, num_tokens, start, scale, share, norm_eps,
+    NORM_FIRST: tl.constexpr, Q: tl.constexpr, COUNT: tl.constexpr, CHUNK: tl.constexpr,
+    LAST: tl.constexpr, S: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr, SEPARATE: tl.constexpr,
 ):  # fmt: skip
-    """Loop over tokens: hold the gradients of the reads as a tile `[Q, D]`, loop over sources.
+    """Loop over tokens: hold its sources and their gradients as tiles `[S, D]`, go by the queries.
 
-    `grad_lse` brings `-<grad_out, out>` of each read, so that one pass over the sources is enough.
+    `grad_lses` bring `-<grad_out, out>` of each read, so that one pass over the sources is enough.
     The gradient of the queries stays in registers, one row for each program.
     """
     pid = tl.program_id(0)
-    o_q, o_d, o_r = tl.arange(0, QP), tl.arange(0, BD), tl.arange(0, BR)
-    m_q, m_d, m_r = o_q < COUNT, o_d < D, o_r < R
-    m_g, m_k = m_q[:, None] & m_d[None, :], m_q[:, None] & m_r[None, :]
-    is_first = (o_q == 0)[:, None]
-    o_tail = o_r + (D - R)
-    p_g = pointer_to(grad_outs, o_q, COUNT)
-    p_c = grad_lses[0] + o_q * 0
-    for k in tl.static_range(1, COUNT):
-        p_c = tl.where(o_q == k, grad_lses[k], p_c)
-    p_q = query + (start + o_q)[:, None] * R + o_r[None, :]
-    b_dq = tl.zeros([QP, BR], tl.float32)
+    o_c, o_d = tl.arange(0, CHUNK), tl.arange(0, BD)
+    m_d, m_k = o_d < D, (o_d < D) & (o_d >= D - R)
+    b_dqs = ()
+    for j in tl.static_range(COUNT):
+        b_dqs = b_dqs + (tl.zeros([BD], tl.float32),)
     for t in range(pid, num_tokens, tl.num_programs(0)):
         o_row = tl.cast(t, tl.int64)
-        b_c = tl.load(p_c + o_row, mask=m_q, other=0.0)
-        b_lse = tl.load(lse + (start + o_q).to(tl.int64) * num_tokens + o_row, mask=m_q, other=0.0)
-        b_x, b_xk, b_along, b_norm = 0.0, 0.0, 0.0, 0.0
         if NORM_FIRST:
             b_norm = tl.load(norm_rstds + o_row)
             b_x = tl.load(first + o_row * D + o_d, mask=m_d, other=0.0).to(tl.float32)
-            b_y = tl.load(grad_outs[0] + o_row * D + o_d, mask=m_d, other=0.0).to(tl.float32)
-            b_along = tl.sum(b_x * b_y, axis=0) / D
-            # of the read, `<grad, out>`: what the norm leaves of it, because of its eps
-            b_c = tl.where(o_q == 0, -b_along * D * norm_eps * b_norm * b_norm, b_c)
-        b_g = upstream(p_g, o_row, o_d, m_g, b_x, b_along, b_norm, is_first, NORM_FIRST, D)
-        if KEYS == "tail":
-            if NORM_FIRST:
-                b_xk = tl.load(first + o_row * D + o_tail, mask=m_r, other=0.0).to(tl.float32)
-            b_gk = upstream(p_g, o_row, o_tail, m_k, b_xk, b_along, b_norm, is_first, NORM_FIRST, D)
-        for i in tl.range(0, S, num_stages=STAGES):
-            o_i = tl.zeros([], tl.int32) + i
-            p_v = pointer_to(values, o_i, S) + o_row * D
-            b_v = tl.load(p_v + o_d, mask=m_d, other=0.0).to(tl.float32)
+            b_g = tl.load(grad_outs[0] + o_row * D + o_d, mask=m_d, other=0.0).to(tl.float32)
+            b_along = tl.sum(b_x * b_g, axis=0) / D
+        for c in range(0, S, CHUNK):
+            o_s = c + o_c
+            m_s = o_s < S
+            m_v = m_s[:, None] & m_d[None, :]
+            o_v = (o_row * D + o_d)[None, :]
+            b_v = tl.load(pointer_to(values, o_s, S)[:, None] + o_v, mask=m_v, other=0.0)
             if later_values is not None:
-                p_l = pointer_to(later_values, o_i, S) + o_row * D
-                b_later = tl.load(p_l + o_d, mask=m_d, other=0.0).to(tl.float32)
-            b_z = tl.load(logits + (o_row * S + i) * Q + start + o_q, mask=m_q, other=0.0)
-            b_r = tl.load(rstds + o_row * S + i)
-            b_w = tl.where(m_q, tl.exp(b_z - b_lse), 0.0)
-            b_gz = b_w * (tl.sum(b_g * b_v[None, :], axis=1) + b_c)
-            b_gd = b_gz * (b_r * scale)
-            b_pull = tl.sum(b_gz * b_z, axis=0) * b_r * b_r
-            b_share = tl.where(o_i == S - 1, share, 1.0) if LAST else 1.0
-            b_q = tl.load(p_q, mask=m_k, other=0.0, eviction_policy="evict_last").to(tl.float32)
-            if KEYS == "value":
-                b_k = b_v
-                b_dv = tl.sum(b_w[:, None] * b_g + b_gd[:, None] * b_q, axis=0)
+                p_later = pointer_to(later_values, o_s, S)[:, None]
+                b_dv = tl.load(p_later + o_v, mask=m_v, other=0.0).to(tl.float32)
             else:
-                b_dv = tl.sum(b_w[:, None] * b_g, axis=0)
-            if NORM == "full" or (NORM == "tail" and KEYS == "value"):
-                b_dv -= b_v * (b_pull / D)
-            if later_values is not None:
-                b_dv += b_later
-            p_dv = grad_values + (tl.cast(i, tl.int64) * num_tokens + o_row) * D
-            m_dv = m_d & (o_d < D - R) if KEYS == "tail" else m_d
-            tl.store(p_dv + o_d, (b_dv * b_share).to(grad_values.dtype.element_ty), mask=m_dv)
-            if KEYS == "tail":  # the columns of the key once more, with what comes by the score
-                b_k = tl.load(p_v + o_tail, mask=m_r, other=0.0).to(tl.float32)
-                b_dk = tl.sum(b_w[:, None] * b_gk + b_gd[:, None] * b_q, axis=0)
-                if NORM != "none":
-                    b_dk -= b_k * (b_pull / (D if NORM == "full" else R))
-                if later_values is not None:
-                    b_dk += tl.load(p_l + o_tail, mask=m_r, other=0.0).to(tl.float32)
-                b_dk *= b_share
-                tl.store(p_dv + o_tail, b_dk.to(grad_values.dtype.element_ty), mask=m_r)
-            if KEYS == "separate":
-                p_k = pointer_to(keys, o_i, S) + o_row * R
-                b_k = tl.load(p_k + o_r, mask=m_r, other=0.0).to(tl.float32)
-                b_dk = tl.sum(b_gd[:, None] * b_q, axis=0)
-                if NORM != "none":
-                    b_dk -= b_k * (b_pull / R)
-                if later_keys is not None:
-                    p_lk = pointer_to(later_keys, o_i, S) + o_row * R
-                    b_dk += tl.load(p_lk + o_r, mask=m_r, other=0.0).to(tl.float32)
-                p_dk = grad_keys + (tl.cast(i, tl.int64) * num_tokens + o_row) * R
-                tl.store(p_dk + o_r, b_dk.to(grad_keys.dtype.element_ty), mask=m_r)
-            b_dq += b_gd[:, None] * b_k[None, :]
-    p_dq = grad_query + (pid * Q + start + o_q)[:, None] * R + o_r[None, :]
-    tl.store(p_dq, b_dq, mask=m_k)
+                b_dv = tl.zeros([CHUNK, BD], tl.float32)
+            b_r = tl.load(rstds + o_row * S + o_s, mask=m_s, other=0.0)
+            b_pull = tl.zeros([CHUNK], tl.float32)
+            b_next = tl.load(grad_outs[0] + o_row * D + o_d, mask=m_d, other=0.0)
+            b_new = ()
+            for j in tl.static_range(COUNT):
+                b_g = b_next.to(tl.float32)
+                if j + 1 < COUNT:  # in flight while this one is used
+                    b_next = tl.load(grad_outs[j + 1] + o_row * D + o_d, mask=m_d, other=0.0)
+                if NORM_FIRST and j == 0:
+                    b_x = tl.load(first + o_row * D + o_d, mask=m_d, other=0.0).to(tl.float32)
+                    b_g = b_norm * (b_g - b_x * b_along)
+                    # of the read, `<grad, out>`: what the norm leaves of it, because of its eps
+                    b_c = -b_along * D * norm_eps * b_norm * b_norm
+                else:
+                    b_c = tl.load(grad_lses[j] + o_row)
+                b_lse = tl.load(lse + (start + j) * tl.cast(num_tokens, tl.int64) + o_row)
+                p_z = (o_row * S + o_s) * Q + start + j
+                b_z = tl.load(logits + p_z, mask=m_s, other=float("-inf"))
+                b_w = tl.exp(b_z - b_lse)
+                b_gz = b_w * (tl.sum(b_v.to(tl.float32) * b_g[None, :], axis=1) + b_c)
+                b_dv += b_w[:, None] * b_g[None, :]
+                if SEPARATE:
+                    tl.store(grad_logits + p_z, b_gz, mask=m_s)
+                else:
+                    b_gd = b_gz * (b_r * scale)
+                    b_pull += tl.where(m_s, b_gz * b_z, 0.0)
+                    p_q = query + (start + j) * R + o_d - (D - R)
+                    b_q = tl.load(p_q, mask=m_k, other=0.0, eviction_policy="evict_last")
+                    b_dv += b_gd[:, None] * b_q[None, :]
+                    b_dq = tl.sum(b_gd[:, None] * b_v.to(tl.float32), axis=0)
+                    b_new = b_new + (b_dqs[j] + b_dq,)
+            if not SEPARATE:
+                b_dqs = b_new
+                if NORM == "tail":
+                    b_k = tl.where(m_k[None, :], b_v.to(tl.float32), 0.0)
+                    b_dv -= b_k * (b_pull * b_r * b_r / R)[:, None]
+                elif NORM == "full":
+                    b_dv -= b_v.to(tl.float32) * (b_pull * b_r * b_r / D)[:, None]
+            if LAST:
+                b_dv *= tl.where(o_s == S - 1, share, 1.0)[:, None]
+            p_dv = grad_values + (o_s.to(tl.int64) * num_tokens + o_row)[:, None] * D + o_d[None, :]
+            tl.store(p_dv, b_dv.to(grad_values.dtype.element_ty), mask=m_v)
+    if not SEPARATE:
+        for j in tl.static_range(COUNT):
+            p_dq = grad_query + (pid * Q + start + j) * R + o_d - (D - R)
+            tl.store(p_dq, b_dqs[j], mask=m_k)
 
 
 @triton.jit

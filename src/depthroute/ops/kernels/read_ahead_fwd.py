@@ -7,8 +7,10 @@ import triton
 import triton.language as tl
 
 from depthroute.ops.block import BlockRead
+from depthroute.ops.kernels import block_layout
 from depthroute.ops.kernels.block_layout import BlockLayout, ReadAhead, contiguous_rows
-from depthroute.ops.kernels.layout import as_rows
+from depthroute.ops.kernels.layout import as_rows, power_of_two
+from depthroute.ops.kernels.scores import scores_fwd
 from depthroute.ops.kernels.select import pointer_to
 
 
@@ -19,9 +21,10 @@ def read_ahead_fwd(given: BlockRead) -> ReadAhead:
     if not at.T:
         return result
     pending = None if given.pending is None else as_rows(given.pending)
+    if given.keys is not None:
+        scores_fwd(given, result.logits, result.rstds)
     read_ahead_fwd_kernel[(at.T,)](
         contiguous_rows(given.values),
-        None if given.keys is None else contiguous_rows(given.keys),
         pending,
         given.query.contiguous(),
         *result,
@@ -33,18 +36,19 @@ def read_ahead_fwd(given: BlockRead) -> ReadAhead:
         given.share,
         given.norm_eps or 0.0,
         NORM_FIRST=given.norm_eps is not None,
+        SP=power_of_two(at.S),
         **at.constants,
-        num_warps=at.warps(512),
+        num_warps=block_layout.ahead_forward(at).num_warps,
     )
     return result
 
 
 @triton.jit
 def read_ahead_fwd_kernel(
-    values, keys, pending, query, first, out, lse, closed, logits, rstds, norm_rstds,
+    values, pending, query, first, out, lse, closed, logits, rstds, norm_rstds,
     stride_pending, num_tokens, num_queries, eps, scale, share, norm_eps, NORM_FIRST: tl.constexpr,
     S: tl.constexpr, SP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, R: tl.constexpr,
-    BR: tl.constexpr, NORM: tl.constexpr, KEYS: tl.constexpr,
+    NORM: tl.constexpr, SEPARATE: tl.constexpr,
 ):  # fmt: skip
     """Hold one token's sources as a tile `[S, D]`, and loop over the queries.
 
@@ -53,8 +57,8 @@ def read_ahead_fwd_kernel(
     """
     t = tl.program_id(0)
     o_row = t.to(tl.int64)
-    o_s, o_d, o_r = tl.arange(0, SP), tl.arange(0, BD), tl.arange(0, BR)
-    m_s, m_d, m_r = o_s < S, o_d < D, o_r < R
+    o_s, o_d = tl.arange(0, SP), tl.arange(0, BD)
+    m_s, m_d = o_s < S, o_d < D
     dtype: tl.constexpr = values[0].dtype.element_ty
     p_v = pointer_to(values, o_s, S)
     m_v = m_s[:, None] & m_d[None, :]
@@ -67,34 +71,27 @@ def read_ahead_fwd_kernel(
         b_v = tl.where(is_open, b_closed, b_v)
         b_last = tl.sum(tl.where(is_open, b_v, 0.0), axis=0)
         tl.store(closed + o_row * D + o_d, b_last.to(dtype), mask=m_d)
-    m_k = m_s[:, None] & m_r[None, :]
-    if KEYS == "value":
-        b_k = b_v
-    elif KEYS == "tail":
-        o_tail = o_r + (D - R)
-        b_k = tl.load(p_v[:, None] + (o_row * D + o_tail)[None, :], mask=m_k, other=0.0)
-        b_k = b_k.to(tl.float32)
-        if pending is not None:
-            b_y = tl.load(p_y + o_tail, mask=m_r, other=0.0).to(tl.float32)
-            b_closed = ((b_k + b_y[None, :]) * share).to(dtype).to(tl.float32)
-            b_k = tl.where(is_open, b_closed, b_k)
-    else:
-        p_k = pointer_to(keys, o_s, S)
-        b_k = tl.load(p_k[:, None] + (o_row * R + o_r)[None, :], mask=m_k, other=0.0)
-        b_k = b_k.to(tl.float32)
-    if NORM == "none":
-        b_r = tl.full([SP], 1.0, tl.float32)
-    elif NORM == "full":
-        b_r = tl.rsqrt(tl.sum(b_v * b_v, axis=1) / D + eps)
-    else:
-        b_r = tl.rsqrt(tl.sum(b_k * b_k, axis=1) / R + eps)
-    tl.store(rstds + o_row * S + o_s, b_r, mask=m_s)
+    m_k = m_d & (o_d >= D - R)
+    if not SEPARATE:
+        if NORM == "none":
+            b_r = tl.full([SP], 1.0, tl.float32)
+        elif NORM == "full":
+            b_r = tl.rsqrt(tl.sum(b_v * b_v, axis=1) / D + eps)
+        else:
+            b_k = tl.where(m_k[None, :], b_v, 0.0)
+            b_r = tl.rsqrt(tl.sum(b_k * b_k, axis=1) / R + eps)
+        tl.store(rstds + o_row * S + o_s, b_r, mask=m_s)
 
     for j in range(num_queries):
-        b_q = tl.load(query + j * R + o_r, mask=m_r, other=0.0, eviction_policy="evict_last")
-        b_z = tl.sum(b_k * b_q.to(tl.float32)[None, :], axis=1) * (b_r * scale)
-        tl.store(logits + (o_row * S + o_s) * num_queries + j, b_z, mask=m_s)
-        b_z = tl.where(m_s, b_z, float("-inf"))
+        p_z = logits + (o_row * S + o_s) * num_queries + j
+        if SEPARATE:
+            b_z = tl.load(p_z, mask=m_s, other=float("-inf"))
+        else:
+            p_q = query + j * R + o_d - (D - R)
+            b_q = tl.load(p_q, mask=m_k, other=0.0, eviction_policy="evict_last")
+            b_z = tl.sum(b_v * b_q[None, :], axis=1) * (b_r * scale)
+            tl.store(p_z, b_z, mask=m_s)
+            b_z = tl.where(m_s, b_z, float("-inf"))
         b_top = tl.max(b_z, axis=0)
         b_e = tl.exp(b_z - b_top)
         b_sum = tl.sum(b_e, axis=0)
