@@ -18,7 +18,13 @@ from depthroute.ops.kernels.layout import (
     power_of_two,
 )
 from depthroute.ops.kernels.results import Merged, MergeGradients
-from depthroute.ops.kernels.sources import inverse_rms, num_programs, tile_of
+from depthroute.ops.kernels.sources import (
+    inverse_rms,
+    key_tile_of,
+    key_within,
+    num_programs,
+    tile_of,
+)
 from depthroute.ops.scores import ScoreRule
 
 
@@ -145,7 +151,7 @@ def depth_merge_fwd_kernel(
     o_row = t.to(tl.int64)
     o_q, o_h = tl.arange(0, QP), tl.arange(0, HP)
     o_v, m_v = tile_of(D, H, HP, BC)
-    o_k, m_k = tile_of(R, H, HP, BK)
+    o_k, m_k = key_tile_of(o_v, m_v, D, R, H, KEYS, HP, BK)
     o_qh, m_qh = o_q[:, None] * H + o_h[None, :], (o_q < Q)[:, None] & (o_h < H)[None, :]
     o_j, m_j = o_q[:, None, None], (o_q < Q)[:, None, None]
     m_out = m_j & m_v[None, :, :]
@@ -154,7 +160,7 @@ def depth_merge_fwd_kernel(
     b_old = tl.load(p_old + o_v[None, :, :], mask=m_out, other=0.0).to(tl.float32)
     b_v = tl.load(value + o_row * stride_v + o_v, mask=m_v, other=0.0).to(tl.float32)
     if KEYS == "value":
-        b_k = b_v
+        b_k = key_within(b_v, m_k, D, R)
     else:
         o_tail = D - R if KEYS == "tail" else 0
         b_k = tl.load(key + o_row * stride_k + o_tail + o_k, mask=m_k, other=0.0).to(tl.float32)
@@ -198,7 +204,7 @@ def depth_merge_bwd_kernel(
     pid = tl.program_id(0)
     o_q, o_h = tl.arange(0, QP), tl.arange(0, HP)
     o_v, m_v = tile_of(D, H, HP, BC)
-    o_k, m_k = tile_of(R, H, HP, BK)
+    o_k, m_k = key_tile_of(o_v, m_v, D, R, H, KEYS, HP, BK)
     o_qh, m_qh = o_q[:, None] * H + o_h[None, :], (o_q < Q)[:, None] & (o_h < H)[None, :]
     o_j, m_j = o_q[:, None, None], (o_q < Q)[:, None, None]
     m_out = m_j & m_v[None, :, :]
@@ -217,7 +223,7 @@ def depth_merge_bwd_kernel(
         b_old = tl.load(p_old + o_v[None, :, :], mask=m_out, other=0.0).to(tl.float32)
         b_v = tl.load(value + o_row * stride_v + o_v, mask=m_v, other=0.0).to(tl.float32)
         if KEYS == "value":
-            b_k = b_v
+            b_k = key_within(b_v, m_k, D, R)
         else:
             o_tail = D - R if KEYS == "tail" else 0
             p_k = key + o_row * stride_k + o_tail

@@ -19,7 +19,7 @@ class Layout(NamedTuple):
     """S sources of T tokens and width D, read by Q queries of rank R in H heads.
 
     A source is a tile `[HP, BC]`, its key a tile `[HP, BK]`: powers of two that cover
-    `[H, D / H]` and `[H, R / H]`.
+    `[H, D / H]` and `[H, R / H]`. Where a value's tile shows its key, that is the key's tile too.
     """
 
     S: int
@@ -29,7 +29,7 @@ class Layout(NamedTuple):
     R: int
     H: int
     norm: str
-    keys: str  # "value": a key is its whole value; "tail": columns of it; "separate"
+    keys: str  # "value": a key is columns of the value's tile; "tail": of the value; "separate"
 
     @classmethod
     def of(
@@ -41,17 +41,20 @@ class Layout(NamedTuple):
     ) -> "Layout":
         """Read the sizes off the arguments of a read."""
         width, (num_queries, rank) = values[0].shape[-1], query.shape
-        kind = "separate" if keys is not None else "value" if rank == width else "tail"
+        # several queries hold a tile each of what concerns keys: small ones, for a small rank
+        within = rank == width or (rule.heads == 1 and num_queries == 1)
+        kind = "separate" if keys is not None else "value" if within else "tail"
         tokens = math.prod(values[0].shape[:-1])  # `Size.numel` would fix it for a compiler
         return cls(len(values), tokens, num_queries, width, rank, rule.heads, rule.key_norm, kind)
 
     @property
     def tile(self) -> tuple[int, int, int]:
         """HP, BC, BK."""
+        key_width = self.D if self.keys == "value" else self.R
         return (
             power_of_two(self.H),
             power_of_two(self.D // self.H),
-            power_of_two(self.R // self.H),
+            power_of_two(key_width // self.H),
         )
 
     @property

@@ -98,6 +98,26 @@ def tile_of(WIDTH: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, BP: tl.const
 
 
 @triton.jit
+def key_tile_of(
+    o_v, m_v, D: tl.constexpr, R: tl.constexpr, H: tl.constexpr,
+    KEYS: tl.constexpr, HP: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Return the offsets and the mask of a key's tile `[HP, BK]`, from those of a value's."""
+    if KEYS == "value":
+        o_k = o_v - (D - R)
+        m_k = m_v if D == R else m_v & (o_k >= 0)
+    else:
+        o_k, m_k = tile_of(R, H, HP, BK)
+    return o_k, m_k
+
+
+@triton.jit
+def key_within(b_v, m_k, D: tl.constexpr, R: tl.constexpr):
+    """Return the key's tile of a value that shows it: zero outside of the last R columns."""
+    return b_v if D == R else tl.where(m_k, b_v, 0.0)
+
+
+@triton.jit
 def load_rows(
     sources, start, o_row, num_sources, o_tile, m_tile,
     CHUNK: tl.constexpr, RESIDENT: tl.constexpr, ALIGNED: tl.constexpr,
@@ -120,7 +140,9 @@ def load_sources(
     """Load the tiles of values `[H, D / H]` and keys `[H, R / H]` of some sources at one token."""
     b_vs = load_rows(values, start, o_row, num_sources, o_v, m_v, CHUNK, RESIDENT, ALIGNED)
     if KEYS == "value":
-        b_ks = b_vs
+        b_ks = ()
+        for c in tl.static_range(CHUNK):
+            b_ks = b_ks + (key_within(b_vs[c], m_k, D, R),)
     elif KEYS == "tail":
         o_tail = o_k + (D - R)
         b_ks = load_rows(values, start, o_row, num_sources, o_tail, m_k, CHUNK, RESIDENT, ALIGNED)

@@ -20,7 +20,7 @@ class Launch(NamedTuple):
     num_warps: int
     chunk: int  # sources whose loads are in flight together
     resident: bool  # the chunk is all of the sources
-    keep: bool = False  # the second pass finds them in registers, not in the L1 cache
+    keep: bool = True  # resident: the weights stay in registers, too
     # for programs that loop over tokens: so many to a processor, with registers for all of them
     programs: int = 1
     max_registers: int | None = None
@@ -77,4 +77,4 @@ def _looping(numbers: int, chunk: int, resident: bool, kind: str) -> Launch:
     num_warps = _warps(numbers, WARP_NUMBERS[kind])
     programs = max(1, min(PROCESSOR_NUMBERS // (numbers + 768), 16 // num_warps))
     registers = min(255, REGISTERS // (programs * num_warps * 32) // 8 * 8)
-    return Launch(num_warps, chunk, resident, False, programs, registers)
+    return Launch(num_warps, chunk, resident, True, programs, registers)
