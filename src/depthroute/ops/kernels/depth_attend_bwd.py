@@ -22,8 +22,11 @@ from depthroute.ops.kernels.sources import (
     pack,
     tile_of,
 )
-from depthroute.ops.kernels.sums import inner_products
+from depthroute.ops.kernels.sums import inner_products, sum_of_programs
 from depthroute.ops.scores import ScoreRule
+
+# so many resident sources have their weights kept in registers between the passes
+KEEP_WEIGHTS = tl.constexpr(9)
 
 
 def depth_attend_bwd(
@@ -89,14 +92,15 @@ def depth_attend_bwd(
             CHUNK=launch.chunk,
             RESIDENT=launch.resident,
             KEEP=launch.keep,
+            STAGES=launch.stages,
             ALIGNED=aligned,
             num_warps=launch.num_warps,
             maxnreg=launch.max_registers,
         )
     return grads._replace(
-        query=grad_query.sum(0).to(query.dtype),
+        query=sum_of_programs(grad_query, query),
         bias=None if bias is None else _sum_to_bias(grad_logits, bias),
-        null=None if grad_null is None else grad_null.sum(0),
+        null=None if grad_null is None else sum_of_programs(grad_null, null),
     )
 
 
@@ -137,6 +141,7 @@ def depth_attend_bwd_kernel(
     HP: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
     KEY_HEADS_APART: tl.constexpr,
     CHUNK: tl.constexpr, RESIDENT: tl.constexpr, KEEP: tl.constexpr, ALIGNED: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Loop over tokens; what every logit's gradient needs of all sources comes before the rest.
 
@@ -164,7 +169,7 @@ def depth_attend_bwd_kernel(
     b_dq = tl.zeros([QP, HP, BK], tl.float32)
     b_dnull = tl.zeros([QP, HP], tl.float32)
 
-    for t in range(pid, num_tokens, tl.num_programs(0)):
+    for t in tl.range(pid, num_tokens, tl.num_programs(0), num_stages=STAGES if RESIDENT else 1):
         o_row = tl.cast(t, tl.int64)
         b_g = tl.load(grad_out + o_row * stride_g_token + o_g, mask=m_g, other=0.0).to(tl.float32)
         o_lse = (o_q.to(tl.int64)[:, None] * num_tokens + o_row) * H + o_h[None, :]
@@ -178,7 +183,7 @@ def depth_attend_bwd_kernel(
                 values, keys, 0, o_row, num_sources, o_v, m_v, o_k, m_k, D, R, KEYS, CHUNK, True,
                 ALIGNED,
             )  # fmt: skip
-            b_as, b_ws = inner_products(b_vs, b_g, CHUNK), ()
+            b_as, b_ws = inner_products(b_vs, b_g, CHUNK, 2), ()
             for c in tl.static_range(CHUNK):
                 b_w, b_dot, b_r = weight_of(
                     dots, rstds, bias, b_lse, o_row, c, o_q, o_qh, m_qh, num_sources, scale,
@@ -188,7 +193,7 @@ def depth_attend_bwd_kernel(
                 b_ws = b_ws + ((b_w, b_dot, b_r),)
         else:
             b_mix = tl.zeros([QP, HP, BC], tl.float32)
-            for start in range(0, num_sources, CHUNK):
+            for start in tl.range(0, num_sources, CHUNK, num_stages=STAGES):
                 b_vs = load_rows(values, start, o_row, num_sources, o_v, m_v, CHUNK, False, ALIGNED)
                 for c in tl.static_range(CHUNK):
                     b_w, b_dot, b_r = weight_of(
@@ -203,18 +208,25 @@ def depth_attend_bwd_kernel(
         if QP > 1:
             b_q = tl.load(p_q, mask=m_query, other=0.0, eviction_policy="evict_last")
 
-        for start in range(0, CHUNK if RESIDENT else num_sources, CHUNK):
+        for start in tl.range(0, CHUNK if RESIDENT else num_sources, CHUNK, num_stages=STAGES):
             if not RESIDENT:
                 b_vs, b_ks = load_sources(
                     values, keys, start, o_row, num_sources, o_v, m_v, o_k, m_k, D, R, KEYS, CHUNK,
                     False, ALIGNED,
                 )  # fmt: skip
-                b_as = inner_products(b_vs, b_g, CHUNK)
+                b_as = inner_products(b_vs, b_g, CHUNK, 2)
             for c in tl.static_range(CHUNK):
                 i, m_i = start + c, start + c < num_sources
-                if RESIDENT and KEEP:
+                b_v, b_k = b_vs[c], b_ks[c]
+                if RESIDENT and CHUNK <= KEEP_WEIGHTS:
                     b_w, b_dot, b_r = b_ws[c]
-                else:
+                if RESIDENT and not KEEP:
+                    b_vs_again, b_ks_again = load_sources(
+                        values, keys, c, o_row, num_sources, o_v, m_v, o_k, m_k, D, R, KEYS, 1,
+                        True, ALIGNED,
+                    )  # fmt: skip
+                    b_v, b_k = b_vs_again[0], b_ks_again[0]
+                if not RESIDENT or CHUNK > KEEP_WEIGHTS:
                     b_w, b_dot, b_r = weight_of(
                         dots, rstds, bias, b_lse, o_row, i, o_q, o_qh, m_qh & m_i, num_sources,
                         scale, Q, COUNT, H,
@@ -225,7 +237,7 @@ def depth_attend_bwd_kernel(
                     p_gz = grad_logits + (o_row * num_sources + i) * (Q * H)
                     tl.store(p_gz + o_qh, b_gz, mask=m_qh & m_i)
                 b_dq += source_backward(
-                    b_vs[c], b_ks[c], b_g, b_q, b_w, b_gz, b_dot, b_r, scale, p_gz, i, m_i, o_row,
+                    b_v, b_k, b_g, b_q, b_w, b_gz, b_dot, b_r, scale, p_gz, i, m_i, o_row,
                     num_tokens, grad_values, grad_keys, o_q, o_v, m_v, o_k, m_k, m_query,
                     D, R, H, NORM, KEYS, KEY_HEADS_APART, ACCUMULATE,
                 )  # fmt: skip

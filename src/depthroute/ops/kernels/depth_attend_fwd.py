@@ -105,13 +105,13 @@ def depth_attend_fwd_kernel(
                     False, ALIGNED,
                 )  # fmt: skip
                 b_rs = inverse_rms_of(b_vs, b_ks, eps, NORM, D, R, CHUNK)
-            b_dots = inner_products(b_ks, b_q[None, :, :], CHUNK)
+            b_dots = inner_products(b_ks, b_q, CHUNK, 1)
             b_zs = ()
             b_new = b_top
             for c in tl.static_range(CHUNK):
                 i = start + c
                 m_i = i < num_sources
-                b_dot, b_r = tl.reshape(b_dots[c], [HP]), b_rs[c]
+                b_dot, b_r = b_dots[c], b_rs[c]
                 if not RESIDENT:
                     tl.store(rstds + o_row * num_sources + i, b_r, mask=m_i & (j == 0))
                 p_dot = dots + ((o_row * num_sources + i) * num_queries + j) * H

@@ -25,6 +25,7 @@ from depthroute.ops.kernels.sources import (
     num_programs,
     tile_of,
 )
+from depthroute.ops.kernels.sums import sum_of_programs
 from depthroute.ops.scores import ScoreRule
 
 
@@ -129,7 +130,7 @@ def depth_merge_bwd(
         maxnreg=launch.max_registers,
     )
     return grads._replace(
-        query=grad_query.sum(0).to(query.dtype),
+        query=sum_of_programs(grad_query, query),
         bias=None if bias is None else grad_logits.sum(-1).T.reshape(bias.shape),
     )
 

@@ -2,32 +2,55 @@
 
 import triton
 import triton.language as tl
+from torch import Tensor
+
+
+def sum_of_programs(rows: Tensor, like: Tensor) -> Tensor:
+    """Sum what each program of a kernel has written, `[programs, *shape]`, to the dtype of like.
+
+    In an order of its own, so that two runs agree.
+    """
+    total = like.new_empty(rows.shape[1:])
+    columns = total.numel()
+    sum_rows_kernel[(triton.cdiv(columns, 32),)](rows, total, len(rows), columns, num_warps=8)
+    return total
+
+
+@triton.jit
+def sum_rows_kernel(rows, total, num_rows, num_columns):
+    """Sum 32 columns of a matrix."""
+    o_c = tl.program_id(0) * 32 + tl.arange(0, 32)
+    m_c = o_c < num_columns
+    b_sum = tl.zeros([128, 32], tl.float32)
+    for start in range(0, num_rows, 128):
+        o_r = start + tl.arange(0, 128)
+        p_rows = rows + o_r[:, None].to(tl.int64) * num_columns + o_c[None, :]
+        b_sum += tl.load(p_rows, mask=(o_r < num_rows)[:, None] & m_c[None, :], other=0.0)
+    tl.store(total + o_c, tl.sum(b_sum, axis=0).to(total.dtype.element_ty), mask=m_c)
 
 
 @triton.jit
 def sums(tiles, COUNT: tl.constexpr, AXIS: tl.constexpr):
-    """Sum each of COUNT tiles along an axis."""
+    """Sum each of COUNT tiles along an axis, four at a time: more would take more registers."""
     totals = ()
-    whole: tl.constexpr = COUNT // 8 * 8
-    for start in tl.static_range(0, whole, 8):
-        totals = totals + tl.reduce(tiles[start : start + 8], AXIS, _add_8)
-    if COUNT & 4:
-        totals = totals + tl.reduce(tiles[whole : whole + 4], AXIS, _add_4)
+    whole: tl.constexpr = COUNT // 4 * 4
+    for start in tl.static_range(0, whole, 4):
+        totals = totals + tl.reduce(tiles[start : start + 4], AXIS, _add_4)
     if COUNT & 2:
-        first: tl.constexpr = COUNT // 4 * 4
-        totals = totals + tl.reduce(tiles[first : first + 2], AXIS, _add_2)
+        totals = totals + tl.reduce(tiles[whole : whole + 2], AXIS, _add_2)
     if COUNT & 1:
         totals = totals + (tl.sum(tiles[COUNT - 1], axis=AXIS),)
     return totals
 
 
 @triton.jit
-def inner_products(tiles, b_x, COUNT: tl.constexpr):
-    """Return `<tile, x>` over the last of the axes `[Q, H, width]` of x, for tiles `[H, width]`."""
+def inner_products(tiles, b_x, COUNT: tl.constexpr, AXIS: tl.constexpr):
+    """Return the inner products along AXIS of tiles `[H, width]` with one x, or with several."""
     products = ()
     for c in tl.static_range(COUNT):
-        products = products + (tiles[c].to(tl.float32)[None, :, :] * b_x,)
-    return sums(products, COUNT, 2)
+        b_tile = tiles[c].to(tl.float32)
+        products = products + ((b_tile if AXIS == 1 else b_tile[None, :, :]) * b_x,)
+    return sums(products, COUNT, AXIS)
 
 
 @triton.jit
@@ -43,11 +66,10 @@ def inverse_rms_of(
         squares = ()
         for c in tl.static_range(COUNT):
             b_x = (b_vs[c] if NORM == "full" else b_ks[c]).to(tl.float32)
-            squares = squares + (b_x * b_x,)
-        squares = sums(squares, COUNT, 1)
+            squares = squares + (tl.reshape(b_x * b_x, [b_x.shape[0] * b_x.shape[1]]),)
+        squares = sums(squares, COUNT, 0)
         for c in tl.static_range(COUNT):
-            mean = tl.sum(squares[c], axis=0) / (D if NORM == "full" else R)
-            factors = factors + (tl.rsqrt(mean + eps),)
+            factors = factors + (tl.rsqrt(squares[c] / (D if NORM == "full" else R) + eps),)
     return factors
 
 
@@ -59,8 +81,3 @@ def _add_2(a, b, e, f):
 @triton.jit
 def _add_4(a, b, c, d, e, f, g, h):
     return a + e, b + f, c + g, d + h
-
-
-@triton.jit
-def _add_8(a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p):
-    return a + i, b + j, c + k, d + l, e + m, f + n, g + o, h + p

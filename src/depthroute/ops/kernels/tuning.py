@@ -20,11 +20,12 @@ class Launch(NamedTuple):
     num_warps: int
     chunk: int  # sources whose loads are in flight together
     resident: bool  # the chunk is all of the sources
-    keep: bool = True  # resident: the weights stay in registers, too
+    keep: bool = False  # the second pass finds them in registers, not in the L1 cache
     # for programs that loop over tokens: so many to a processor, with registers for all of them
     programs: int = 1
     max_registers: int | None = None
     queries: int = 1  # those of one launch
+    stages: int = 1  # tokens whose loads are in flight
 
 
 def forward(at: Layout) -> Launch:
@@ -77,4 +78,4 @@ def _looping(numbers: int, chunk: int, resident: bool, kind: str) -> Launch:
     num_warps = _warps(numbers, WARP_NUMBERS[kind])
     programs = max(1, min(PROCESSOR_NUMBERS // (numbers + 768), 16 // num_warps))
     registers = min(255, REGISTERS // (programs * num_warps * 32) // 8 * 8)
-    return Launch(num_warps, chunk, resident, True, programs, registers)
+    return Launch(num_warps, chunk, resident, False, programs, registers)
