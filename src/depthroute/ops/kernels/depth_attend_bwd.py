@@ -12,7 +12,7 @@ from torch import Tensor
 
 from depthroute.ops.kernels import tuning
 from depthroute.ops.kernels.gradient import source_backward
-from depthroute.ops.kernels.layout import Layout, as_bias, as_query_rows
+from depthroute.ops.kernels.layout import Layout, as_bias, as_query_rows, of_queries
 from depthroute.ops.kernels.results import AttendGradients
 from depthroute.ops.kernels.sources import (
     key_tile_of,
@@ -22,7 +22,7 @@ from depthroute.ops.kernels.sources import (
     pack,
     tile_of,
 )
-from depthroute.ops.kernels.sums import inner_products, sum_of_programs
+from depthroute.ops.kernels.sums import inner_products, sum_programs
 from depthroute.ops.scores import ScoreRule
 
 # so many resident sources have their weights kept in registers between the passes
@@ -63,28 +63,28 @@ def depth_attend_bwd(
     grad_null = None if null is None else lse.new_empty((programs, at.Q, at.H))
     grad_logits = torch.empty_like(dots) if bias is not None or at.key_heads_apart else None
     for first in range(0, at.Q, launch.queries):
-        group = slice(first, first + launch.queries)
+        group = first, min(launch.queries, at.Q - first)
         depth_attend_bwd_kernel[(programs,)](
-            upstream[group],
-            None if grad_lse is None else grad_lse[group],
+            of_queries(upstream, 0, *group),
+            of_queries(grad_lse, 0, *group),
             packed_values,
             packed_keys,
-            query_rows[group],
-            None if flat_bias is None else flat_bias._replace(data=flat_bias.data[group]),
-            None if null is None else null[group],
-            dots[:, :, group],
+            of_queries(query_rows, 0, *group),
+            flat_bias and flat_bias._replace(data=of_queries(flat_bias.data, 0, *group)),
+            of_queries(null, 0, *group),
+            of_queries(dots, 2, *group),
             rstds,
-            lse[group],
+            of_queries(lse, 0, *group),
             *grads[:2],
-            grad_query[:, group],
-            None if grad_logits is None else grad_logits[:, :, group],
-            None if grad_null is None else grad_null[:, group],
+            of_queries(grad_query, 1, *group),
+            of_queries(grad_logits, 2, *group),
+            of_queries(grad_null, 1, *group),
             *upstream.stride()[:2],
             at.T,
             at.S,
             rule.scale,
             Q=at.Q,
-            COUNT=len(query_rows[group]),
+            COUNT=group[1],
             QP=launch.queries,
             ACCUMULATE=first > 0,
             **at.constants,
@@ -97,11 +97,12 @@ def depth_attend_bwd(
             num_warps=launch.num_warps,
             maxnreg=launch.max_registers,
         )
-    return grads._replace(
-        query=sum_of_programs(grad_query, query),
-        bias=None if bias is None else _sum_to_bias(grad_logits, bias),
-        null=None if grad_null is None else sum_of_programs(grad_null, null),
-    )
+    sum_programs(grad_query, grads.query)
+    if grad_null is not None:
+        sum_programs(grad_null, grads.null)
+    if bias is not None:
+        grads = grads._replace(bias=_sum_to_bias(grad_logits, bias))
+    return grads
 
 
 def _sum_to_bias(grad_logits: Tensor, bias: Tensor) -> Tensor:

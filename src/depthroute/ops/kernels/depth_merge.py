@@ -25,7 +25,7 @@ from depthroute.ops.kernels.sources import (
     num_programs,
     tile_of,
 )
-from depthroute.ops.kernels.sums import sum_of_programs
+from depthroute.ops.kernels.sums import sum_programs
 from depthroute.ops.scores import ScoreRule
 
 
@@ -129,10 +129,10 @@ def depth_merge_bwd(
         num_warps=launch.num_warps,
         maxnreg=launch.max_registers,
     )
-    return grads._replace(
-        query=sum_of_programs(grad_query, query),
-        bias=None if bias is None else grad_logits.sum(-1).T.reshape(bias.shape),
-    )
+    sum_programs(grad_query, grads.query)
+    if bias is not None:
+        grads = grads._replace(bias=grad_logits.sum(-1).T.reshape(bias.shape))
+    return grads
 
 
 def _layout(value: Tensor, query: Tensor, key: Tensor | None, rule: ScoreRule) -> Layout:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -75,20 +76,27 @@ class Layout(NamedTuple):
     @property
     def constants(self) -> dict[str, int | str]:
         """Compile-time constants of every kernel."""
-        names = ("D", "R", "H", "NORM", "KEYS", "HP", "BC", "BK")
-        return dict(
-            zip(names, (self.D, self.R, self.H, self.norm, self.keys, *self.tile), strict=True)
-        )
+        return _constants(self)
+
+
+@lru_cache
+def _constants(at: Layout) -> dict[str, int | str]:
+    names = ("D", "R", "H", "NORM", "KEYS", "HP", "BC", "BK")
+    return dict(zip(names, (at.D, at.R, at.H, at.norm, at.keys, *at.tile), strict=True))
 
 
 def as_rows(x: Tensor) -> Tensor:
     """View `[*b, width]` as `[T, width]` with contiguous columns, without a copy if it can."""
+    if x.ndim == 2 and x.is_contiguous():
+        return x
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 
 def as_query_rows(x: Tensor) -> Tensor:
     """View `[Q, *b, width]` as `[Q, T, width]` with contiguous columns, like `as_rows`."""
+    if x.ndim == 3 and x.is_contiguous():
+        return x
     rows = x.reshape(x.shape[0], x.shape[1:-1].numel(), x.shape[-1])
     return rows if rows.stride(2) == 1 or rows.shape[2] == 1 else rows.contiguous()
 
@@ -100,6 +108,11 @@ class Bias(NamedTuple):
     query: int
     source: int
     token: int
+
+
+def of_queries(x: Tensor | None, axis: int, first: int, count: int) -> Tensor | None:
+    """Cut some queries out of an axis of queries; all of them cost nothing."""
+    return x if x is None or count == x.shape[axis] else x.narrow(axis, first, count)
 
 
 def as_bias(bias: Tensor | None, layout: Layout, batch: torch.Size) -> Bias | None:
