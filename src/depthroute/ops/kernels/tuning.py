@@ -1,5 +1,6 @@
 """How the kernels are launched: a rule by shape, no search at run time."""
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from depthroute.ops.kernels.layout import Layout, power_of_two
@@ -25,8 +26,10 @@ class Launch(NamedTuple):
     programs: int = 1
     max_registers: int | None = None
     queries: int = 1  # those of one launch
+    stages: int = 1  # tokens whose loads are in flight
 
 
+@lru_cache
 def forward(at: Layout) -> Launch:
     """Choose the launch of the forward pass."""
     resident = at.S <= FORWARD_RESIDENT
@@ -35,6 +38,7 @@ def forward(at: Layout) -> Launch:
     return Launch(_warps(held, 7 * 1024), chunk, resident)
 
 
+@lru_cache
 def backward(at: Layout) -> Launch:
     """Choose the launch of the backward pass: queries in groups that fit, most often one."""
     resident = at.S <= BACKWARD_RESIDENT and at.Q == 1
@@ -50,12 +54,14 @@ def backward(at: Layout) -> Launch:
     )
 
 
+@lru_cache
 def merge_forward(at: Layout) -> Launch:
     """Choose the launch of a merge."""
     held = (power_of_two(at.Q) + 1) * at.value_tile + at.key_tile
     return Launch(_warps(held, 4 * 1024), 1, True, max_registers=128)
 
 
+@lru_cache
 def merge_backward(at: Layout) -> Launch:
     """Choose the launch of a merge's backward pass."""
     queries = power_of_two(at.Q)
