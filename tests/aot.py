@@ -17,6 +17,7 @@ class Compiled(NamedTuple):
     num_warps: int
     registers: int  # per thread
     stack_bytes: int  # per thread; registers that spill go there
+    shared_bytes: int  # per program
 
 
 @contextmanager
@@ -55,7 +56,8 @@ def recorded_launches(capability: int, folder: Path) -> Iterator[list[Compiled]]
         found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
         assert found, usage
         registers, stack = map(int, found.groups())
-        compiled.append(Compiled(kernel.__name__, parsed.num_warps, registers, stack))
+        shared = result.metadata.shared
+        compiled.append(Compiled(kernel.__name__, parsed.num_warps, registers, stack, shared))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", str(folder / "cache"))

@@ -52,28 +52,28 @@ class _ReadAhead(torch.autograd.Function):
         pending = tensors[num_values + num_keys] if len(tensors) > num_values + num_keys else None
         rule, share, norm_eps = options
         given = BlockRead(values, keys or None, pending, query, rule, share, norm_eps)
-        first, out, lse, closed, logits, rstds, norm_rstds = registered.read_ahead_fwd(given)
+        first, out, lse, closed, *saved = registered.read_ahead_fwd(given)
         threaded = [x.view_as(x) for x in (*values, *keys)]
         if closed is not None:
             threaded[num_values - 1] = closed
             values = (*values[:-1], closed)
-        ctx.save_for_backward(query, first, lse, logits, rstds, norm_rstds, *values, *keys)
+        ctx.save_for_backward(query, first, *saved, *values, *keys)
         ctx.num_values, ctx.options, ctx.closes = num_values, options, pending is not None
         ctx.set_materialize_grads(False)
-        rows = registered.site_rows(logits.shape[0], values[0].shape[-1], query.device)
+        rows = registered.site_rows(lse[0].numel(), values[0].shape[-1], query.device)
         slots = [row.expand(rows, query.shape[1]) for row in query.unbind(0)]
         reads = (*(() if first is None else (first,)), *out.unbind(0))
         return (*reads, *lse.unbind(0), *slots, *threaded)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        query, first, lse, logits, rstds, norm_rstds, *tensors = ctx.saved_tensors
+        query, first, weights, logits, rstds, norm_rstds, *tensors = ctx.saved_tensors
         values, keys = tensors[: ctx.num_values], tensors[ctx.num_values :]
         rule, share, norm_eps = ctx.options
         num = len(query)
         like = values[0]
         grad_outs = [torch.zeros_like(like) if g is None else g for g in grads[:num]]
-        grad_lses = [torch.zeros_like(lse[0]) if g is None else g for g in grads[num : 2 * num]]
+        grad_lses = [logits.new_zeros(like.shape[:-1]) if g is None else g for g in grads[num : 2 * num]]
         # the first read may have no site; all others have
         slots = grads[2 * num + (norm_eps is not None) : 3 * num]
         slots = [g for g in slots if g is not None]
@@ -85,7 +85,7 @@ class _ReadAhead(torch.autograd.Function):
         grad_values, grad_keys, grad_query = registered.read_ahead_bwd(
             given,
             first,
-            lse,
+            weights,
             logits,
             rstds,
             norm_rstds,

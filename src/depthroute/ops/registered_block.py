@@ -20,12 +20,13 @@ def site_rows(num_tokens: int, width: int, device: torch.device) -> int:
 def read_ahead_fwd(given: BlockRead) -> tuple[Any, ...]:
     """Return the `ReadAhead` of phase 1."""
     if torch.compiler.is_compiling():
-        first, out, lse, closed, logits, rstds, norm_rstds = _read_ahead(*_flat(given))
+        first, out, lse, closed, weights, logits, rstds, norm_rstds = _read_ahead(*_flat(given))
         return (
             None if given.norm_eps is None else first,
             out,
             lse,
             None if given.pending is None else closed,
+            weights,
             logits,
             rstds,
             None if given.norm_eps is None else norm_rstds,
@@ -38,7 +39,7 @@ def read_ahead_fwd(given: BlockRead) -> tuple[Any, ...]:
 def read_ahead_bwd(
     given: BlockRead,
     first: Tensor | None,
-    lse: Tensor,
+    weights: Tensor,
     logits: Tensor,
     rstds: Tensor,
     norm_rstds: Tensor | None,
@@ -49,7 +50,7 @@ def read_ahead_bwd(
     slots: list[Tensor],
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return the gradients of values, keys and query."""
-    saved = (first, lse, logits, rstds, norm_rstds)
+    saved = (first, weights, logits, rstds, norm_rstds)
     if torch.compiler.is_compiling():
         values, keys, query = _read_ahead_backward(
             *_flat(given), *saved, grad_outs, grad_lses, grad_values or [], grad_keys or [], slots
@@ -122,7 +123,7 @@ def _read_ahead(
     scale: float,
     share: float,
     norm_eps: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from depthroute.ops.kernels.read_ahead_fwd import read_ahead_fwd as launch
 
     given = _block_read(values, keys, pending, query, key_norm, eps, scale, share, norm_eps)
@@ -149,7 +150,7 @@ def _read_ahead_backward(
     share: float,
     norm_eps: float | None,
     first: Tensor | None,
-    lse: Tensor,
+    weights: Tensor,
     logits: Tensor,
     rstds: Tensor,
     norm_rstds: Tensor | None,
@@ -163,7 +164,7 @@ def _read_ahead_backward(
 
     given = _block_read(values, keys, pending, query, key_norm, eps, scale, share, norm_eps)
     grads = launch(
-        given, first, lse, logits, rstds, norm_rstds, grad_outs, grad_lses,
+        given, first, weights, logits, rstds, norm_rstds, grad_outs, grad_lses,
         grad_values or None, grad_keys or None, slots,
     )  # fmt: skip
     return _without_none(grads, query)

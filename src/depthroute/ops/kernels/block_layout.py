@@ -86,6 +86,7 @@ class ReadAhead(NamedTuple):
     out: Tensor  # the others, [Q or Q - 1, *b, D]
     lse: Tensor  # [Q, *b]
     closed: Tensor | None  # [*b, D], the source that closed
+    weights: Tensor  # [T, S, Q]
     logits: Tensor  # [T, S, Q]
     rstds: Tensor  # [T, S], what the key norm multiplies by
     norm_rstds: Tensor | None  # [T], what the norm of the first read multiplies by
@@ -100,6 +101,7 @@ class ReadAhead(NamedTuple):
             value.new_empty((at.Q - has_first, *batch, at.D)),
             value.new_empty((at.Q, *batch), dtype=wide),
             None if given.pending is None else value.new_empty((*batch, at.D)),
+            value.new_empty((at.T, at.S, at.Q), dtype=wide),
             value.new_empty((at.T, at.S, at.Q), dtype=wide),
             value.new_empty((at.T, at.S), dtype=wide),
             value.new_empty((at.T,), dtype=wide) if has_first else None,

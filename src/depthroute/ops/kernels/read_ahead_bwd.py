@@ -17,6 +17,7 @@ from depthroute.ops.kernels.block_layout import (
     ReadAheadGradients,
     contiguous_rows,
 )
+from depthroute.ops.kernels.query_gradient import query_gradient, sum_query_rows
 from depthroute.ops.kernels.scores import scores_bwd
 from depthroute.ops.kernels.select import pointer_to
 from depthroute.ops.kernels.sources import num_programs
@@ -25,7 +26,7 @@ from depthroute.ops.kernels.sources import num_programs
 def read_ahead_bwd(
     given: BlockRead,
     first: Tensor | None,
-    lse: Tensor,
+    weights: Tensor,
     logits: Tensor,
     rstds: Tensor,
     norm_rstds: Tensor | None,
@@ -39,7 +40,7 @@ def read_ahead_bwd(
 
     Args:
         given: Arguments of the forward pass, its last source complete.
-        first, lse, logits, rstds, norm_rstds: Results of the forward pass.
+        first, weights, logits, rstds, norm_rstds: Results of the forward pass.
         grad_outs: Q gradients of the reads, `[*b, D]`.
         grad_lses: Q of what sites return for `lse`, `[*b]`.
         later_values, later_keys: What later blocks have added to the sources' gradients.
@@ -52,8 +53,7 @@ def read_ahead_bwd(
     step = at.queries_at_once
     launch = block_layout.ahead_backward(at)
     programs = num_programs(at.T, launch.programs, given.query.device)
-    grad_query = lse.new_empty((programs, at.Q, at.R))
-    grad_logits = None if given.keys is None else torch.empty_like(logits)
+    grad_logits = torch.empty_like(logits)
     values, query = contiguous_rows(given.values), given.query.contiguous()
     later_values = None if later_values is None else contiguous_rows(later_values)
     for start in range(0, at.Q, step):
@@ -66,13 +66,12 @@ def read_ahead_bwd(
             values,
             later_values,
             query,
-            lse,
+            weights,
             logits,
             rstds,
             norm_rstds,
             grads.values,
             grad_logits,
-            grad_query,
             at.T,
             start,
             given.rule.scale,
@@ -89,28 +88,41 @@ def read_ahead_bwd(
         )
         later_values = grads.values.unbind(0)
     if given.keys is not None:
-        scores_bwd(given, grad_logits, logits, rstds, later_keys, grads.keys, grad_query)
-    columns = 32
-    sum_rows_kernel[(at.Q, -(-at.R // columns))](
-        grad_query,
-        tuple(slots) or None,
-        grads.query,
-        programs,
-        len(slots[0]) if slots else 0,
-        at.Q - len(slots),
-        Q=at.Q,
-        SLOTS=len(slots),
-        R=at.R,
-        BR=columns,
-        BLOCK=128,
-    )
+        grad_query = scores_bwd(given, grad_logits, logits, rstds, later_keys, grads.keys)
+    else:
+        grad_query = query_gradient(given, grad_logits, rstds)
+    sum_query_rows(grad_query, slots, grads.query)
     return grads
 
 
 @triton.jit
+def dot_rows(b_x, b_y):
+    """Return the inner products of rows `[N, D]` with one vector `[D]`.
+
+    Columns are folded twice before the sum, so that each costs one multiply-add and no register.
+    """
+    SIZE: tl.constexpr = b_x.shape[1]
+    if SIZE < 4:
+        b_dot = tl.sum(b_x * b_y[None, :], axis=1)
+    else:
+        b_x0, b_x1 = tl.split(tl.reshape(b_x, [b_x.shape[0], SIZE // 2, 2]))
+        b_y0, b_y1 = tl.split(tl.reshape(b_y, [SIZE // 2, 2]))
+        b_x00, b_x01 = tl.split(tl.reshape(b_x0, [b_x.shape[0], SIZE // 4, 2]))
+        b_y00, b_y01 = tl.split(tl.reshape(b_y0, [SIZE // 4, 2]))
+        b_x10, b_x11 = tl.split(tl.reshape(b_x1, [b_x.shape[0], SIZE // 4, 2]))
+        b_y10, b_y11 = tl.split(tl.reshape(b_y1, [SIZE // 4, 2]))
+        b_sum = b_x00 * b_y00[None, :]
+        b_sum += b_x01 * b_y01[None, :]
+        b_sum += b_x10 * b_y10[None, :]
+        b_sum += b_x11 * b_y11[None, :]
+        b_dot = tl.sum(b_sum, axis=1)
+    return b_dot
+
+
+@triton.jit
 def read_ahead_bwd_kernel(
-    grad_outs, grad_lses, first, values, later_values, query, lse, logits, rstds, norm_rstds,
-    grad_values, grad_logits, grad_query, num_tokens, start, scale, share, norm_eps,
+    grad_outs, grad_lses, first, values, later_values, query, weights, logits, rstds, norm_rstds,
+    grad_values, grad_logits, num_tokens, start, scale, share, norm_eps,
     NORM_FIRST: tl.constexpr, Q: tl.constexpr, COUNT: tl.constexpr, CHUNK: tl.constexpr,
     LAST: tl.constexpr, S: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr, SEPARATE: tl.constexpr,
@@ -118,14 +130,10 @@ def read_ahead_bwd_kernel(
     """Loop over tokens: hold its sources and their gradients as tiles `[S, D]`, go by the queries.
 
     `grad_lses` bring `-<grad_out, out>` of each read, so that one pass over the sources is enough.
-    The gradient of the queries stays in registers, one row for each program.
     """
     pid = tl.program_id(0)
     o_c, o_d = tl.arange(0, CHUNK), tl.arange(0, BD)
     m_d, m_k = o_d < D, (o_d < D) & (o_d >= D - R)
-    b_dqs = ()
-    for j in tl.static_range(COUNT):
-        b_dqs = b_dqs + (tl.zeros([BD], tl.float32),)
     for t in range(pid, num_tokens, tl.num_programs(0)):
         o_row = tl.cast(t, tl.int64)
         if NORM_FIRST:
@@ -135,7 +143,7 @@ def read_ahead_bwd_kernel(
             b_along = tl.sum(b_x * b_g, axis=0) / D
         for c in range(0, S, CHUNK):
             o_s = c + o_c
-            m_s = o_s < S
+            m_s = (o_s < S) | (S % CHUNK == 0)
             m_v = m_s[:, None] & m_d[None, :]
             o_v = (o_row * D + o_d)[None, :]
             b_v = tl.load(pointer_to(values, o_s, S)[:, None] + o_v, mask=m_v, other=0.0)
@@ -147,7 +155,6 @@ def read_ahead_bwd_kernel(
             b_r = tl.load(rstds + o_row * S + o_s, mask=m_s, other=0.0)
             b_pull = tl.zeros([CHUNK], tl.float32)
             b_next = tl.load(grad_outs[0] + o_row * D + o_d, mask=m_d, other=0.0)
-            b_new = ()
             for j in tl.static_range(COUNT):
                 b_g = b_next.to(tl.float32)
                 if j + 1 < COUNT:  # in flight while this one is used
@@ -159,24 +166,18 @@ def read_ahead_bwd_kernel(
                     b_c = -b_along * D * norm_eps * b_norm * b_norm
                 else:
                     b_c = tl.load(grad_lses[j] + o_row)
-                b_lse = tl.load(lse + (start + j) * tl.cast(num_tokens, tl.int64) + o_row)
-                p_z = (o_row * S + o_s) * Q + start + j
-                b_z = tl.load(logits + p_z, mask=m_s, other=float("-inf"))
-                b_w = tl.exp(b_z - b_lse)
-                b_gz = b_w * (tl.sum(b_v.to(tl.float32) * b_g[None, :], axis=1) + b_c)
+                o_z = (o_row * S + o_s) * Q + start + j
+                b_w = tl.load(weights + o_z, mask=m_s, other=0.0)
+                b_gz = b_w * (dot_rows(b_v.to(tl.float32), b_g) + b_c)
                 b_dv += b_w[:, None] * b_g[None, :]
-                if SEPARATE:
-                    tl.store(grad_logits + p_z, b_gz, mask=m_s)
-                else:
+                tl.store(grad_logits + o_z, b_gz, mask=m_s)
+                if not SEPARATE:
                     b_gd = b_gz * (b_r * scale)
-                    b_pull += tl.where(m_s, b_gz * b_z, 0.0)
+                    b_pull += b_gz * tl.load(logits + o_z, mask=m_s, other=0.0)
                     p_q = query + (start + j) * R + o_d - (D - R)
-                    b_q = tl.load(p_q, mask=m_k, other=0.0, eviction_policy="evict_last")
+                    b_q = tl.load(p_q, mask=m_k, other=0.0, eviction_policy="evict_last").to(tl.float32)
                     b_dv += b_gd[:, None] * b_q[None, :]
-                    b_dq = tl.sum(b_gd[:, None] * b_v.to(tl.float32), axis=0)
-                    b_new = b_new + (b_dqs[j] + b_dq,)
             if not SEPARATE:
-                b_dqs = b_new
                 if NORM == "tail":
                     b_k = tl.where(m_k[None, :], b_v.to(tl.float32), 0.0)
                     b_dv -= b_k * (b_pull * b_r * b_r / R)[:, None]
@@ -186,30 +187,3 @@ def read_ahead_bwd_kernel(
                 b_dv *= tl.where(o_s == S - 1, share, 1.0)[:, None]
             p_dv = grad_values + (o_s.to(tl.int64) * num_tokens + o_row)[:, None] * D + o_d[None, :]
             tl.store(p_dv, b_dv.to(grad_values.dtype.element_ty), mask=m_v)
-    if not SEPARATE:
-        for j in tl.static_range(COUNT):
-            p_dq = grad_query + (pid * Q + start + j) * R + o_d - (D - R)
-            tl.store(p_dq, b_dqs[j], mask=m_k)
-
-
-@triton.jit
-def sum_rows_kernel(
-    rows, slots, out, num_rows, num_slot_rows, first_slot,
-    Q: tl.constexpr, SLOTS: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Sum the rows `[num_rows, Q, R]` of one query's gradient, and its slot `[num_slot_rows, R]`."""
-    j = tl.program_id(0)
-    o_r, o_p = tl.program_id(1) * BR + tl.arange(0, BR), tl.arange(0, BLOCK)
-    b_sum = tl.zeros([BLOCK, BR], tl.float32)
-    for i in range(0, num_rows, BLOCK):
-        o_row = i + o_p[:, None]
-        m_row = (o_row < num_rows) & (o_r < R)[None, :]
-        b_sum += tl.load(rows + (o_row * Q + j) * R + o_r[None, :], mask=m_row, other=0.0)
-    if slots is not None:
-        if j >= first_slot:
-            p_slot = pointer_to(slots, j - first_slot, SLOTS)
-            for i in range(0, num_slot_rows, BLOCK):
-                o_row = i + o_p[:, None]
-                m_row = (o_row < num_slot_rows) & (o_r < R)[None, :]
-                b_sum += tl.load(p_slot + o_row * R + o_r[None, :], mask=m_row, other=0.0)
-    tl.store(out + j * R + o_r, tl.sum(b_sum, axis=0), mask=o_r < R)

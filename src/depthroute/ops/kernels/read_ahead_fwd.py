@@ -45,7 +45,7 @@ def read_ahead_fwd(given: BlockRead) -> ReadAhead:
 
 @triton.jit
 def read_ahead_fwd_kernel(
-    values, pending, query, first, out, lse, closed, logits, rstds, norm_rstds,
+    values, pending, query, first, out, lse, closed, weights, logits, rstds, norm_rstds,
     stride_pending, num_tokens, num_queries, eps, scale, share, norm_eps, NORM_FIRST: tl.constexpr,
     S: tl.constexpr, SP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, R: tl.constexpr,
     NORM: tl.constexpr, SEPARATE: tl.constexpr,
@@ -83,19 +83,21 @@ def read_ahead_fwd_kernel(
         tl.store(rstds + o_row * S + o_s, b_r, mask=m_s)
 
     for j in range(num_queries):
-        p_z = logits + (o_row * S + o_s) * num_queries + j
+        o_z = (o_row * S + o_s) * num_queries + j
         if SEPARATE:
-            b_z = tl.load(p_z, mask=m_s, other=float("-inf"))
+            b_z = tl.load(logits + o_z, mask=m_s, other=float("-inf"))
         else:
             p_q = query + j * R + o_d - (D - R)
             b_q = tl.load(p_q, mask=m_k, other=0.0, eviction_policy="evict_last")
             b_z = tl.sum(b_v * b_q[None, :], axis=1) * (b_r * scale)
-            tl.store(p_z, b_z, mask=m_s)
+            tl.store(logits + o_z, b_z, mask=m_s)
             b_z = tl.where(m_s, b_z, float("-inf"))
         b_top = tl.max(b_z, axis=0)
         b_e = tl.exp(b_z - b_top)
         b_sum = tl.sum(b_e, axis=0)
-        b_out = tl.sum((b_e / b_sum)[:, None] * b_v, axis=0)
+        b_w = b_e / b_sum
+        tl.store(weights + o_z, b_w, mask=m_s)
+        b_out = tl.sum(b_w[:, None] * b_v, axis=0)
         o_j = tl.cast(j, tl.int64)
         tl.store(lse + o_j * num_tokens + o_row, b_top + tl.log(b_sum))
         p_out = out + ((o_j - NORM_FIRST) * num_tokens + o_row) * D

@@ -12,6 +12,7 @@ from torch import Tensor
 from depthroute.ops.block import BlockRead
 from depthroute.ops.kernels.block_layout import BlockLayout, contiguous_rows
 from depthroute.ops.kernels.layout import power_of_two
+from depthroute.ops.kernels.sources import num_programs
 
 TOKENS = 16  # of a program at a time
 
@@ -40,12 +41,13 @@ def scores_bwd(
     rstds: Tensor,
     later_keys: Sequence[Tensor] | None,
     grad_keys: Tensor,
-    grad_query: Tensor,
-) -> None:
-    """Write the gradients of the keys `[S, *b, R]` and of the queries `[programs, Q, R]`."""
+) -> Tensor:
+    """Write the gradients of the keys `[S, *b, R]`; return rows that sum to that of the queries."""
     at = BlockLayout.of(given)
     assert given.keys is not None
-    scores_bwd_kernel[(len(grad_query),)](
+    programs = num_programs(triton.cdiv(at.T, TOKENS), 2, rstds.device)
+    grad_query = rstds.new_empty((programs, at.Q, at.R))
+    scores_bwd_kernel[(programs,)](
         contiguous_rows(given.keys),
         None if later_keys is None else contiguous_rows(later_keys),
         given.query.contiguous(),
@@ -60,6 +62,7 @@ def scores_bwd(
         QP=power_of_two(at.Q),
         **_constants(at),
     )
+    return grad_query
 
 
 def _constants(at: BlockLayout) -> dict[str, int | str]:
