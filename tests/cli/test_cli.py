@@ -122,7 +122,7 @@ def test_a_run_goes_to_hugging_face_and_back(call, run_file, tmp_path):
 
 def test_wrong_exports_are_refused(call, tmp_path):
     pytest.importorskip("transformers")
-    assert_mistake(call("export", tmp_path / "none", tmp_path / "out"), "none is neither a run folder")
+    assert_mistake(call("export", tmp_path / "none", tmp_path / "out"), "none is no run folder")
     assert_mistake(call("export", tmp_path, tmp_path / "out", "licence=mit"), "license")
     assert_mistake(call("import", tmp_path, tmp_path / "out"), "no Hugging Face folder")
     assert not (tmp_path / "out").exists()
@@ -212,7 +212,7 @@ def test_wrong_files_are_named(call, run_file, tmp_path):
     assert_mistake(call("train", run_file, run_file), "expected at most one file")
     assert_mistake(call("train", "train.steps=1", run_file), "before all key=value")
     assert_mistake(call("compare", run_file), "variants: required key is missing")
-    assert_mistake(call("generate", tmp_path / "none", "x"), "none is neither a run folder")
+    assert_mistake(call("generate", tmp_path / "none", "x"), "none is no run folder")
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty/config.toml").write_text(run_file.read_text())
     assert_mistake(call("generate", tmp_path / "empty"), "empty has no checkpoint yet")
