@@ -1,5 +1,7 @@
 """Keys and values of past tokens."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -52,3 +54,24 @@ class KVCache:
     def advance(self, num_tokens: int) -> None:
         """Count `num_tokens` more as stored."""
         self.length += num_tokens
+
+
+class CacheAt(NamedTuple):
+    """The entries of a cache for a pass over one new token, whose place the device alone knows.
+
+    No number of the host decides what happens, so that a CUDA graph of one pass serves all.
+
+    Attributes:
+        entries: Those of a `KVCache`, `[L, 2, B, heads, capacity, head_dim]`.
+        position: Place of the new token, int64 `[1]`.
+    """
+
+    entries: Tensor
+    position: Tensor
+
+    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Store a key and value `[B, heads, 1, head_dim]` and return all places, filled or not."""
+        keys, values = self.entries[layer]
+        keys.index_copy_(2, self.position, key)
+        values.index_copy_(2, self.position, value)
+        return keys, values
