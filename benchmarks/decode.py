@@ -2,8 +2,8 @@
 
 A whole decoder in bfloat16, head included. Prefill is one pass over a prompt: launched kernel by
 kernel, and replayed from a CUDA graph. A decoding step is `depthroute.models.DecodeStep`, replayed;
-before it is timed, its logits must equal launched ones. The variants take turns in every round, and
-ratios to the first are taken within a round, so that a change of the device's clock meets all alike.
+before it is timed, its logits must equal launched ones. The variants take turns in every round;
+ratios to the first are taken within a round, so that a change of the clock meets all alike.
 One JSON object a line. Takes about a minute.
 """
 
