@@ -46,7 +46,6 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.index = index
         self.self_attn = Attention(
-            layer=index,
             dim=config.hidden_size,
             heads=config.num_attention_heads,
             kv_heads=config.kv_heads,
@@ -65,8 +64,9 @@ class DecoderLayer(nn.Module):
     def forward(self, state: State, residual: ResidualScheme, context: AttentionContext) -> State:
         """Read, attend, write; read, transform, write."""
         site = 2 * self.index
+        cache = None if context.cache is None else context.cache.layer(self.index)
         inputs, state = residual.read(state, site, self.input_layernorm)
-        state = residual.write(state, site, self.self_attn(*inputs, context=context))
+        state = residual.write(state, site, self.self_attn(*inputs, context=context, cache=cache))
         inputs, state = residual.read(state, site + 1, self.post_attention_layernorm)
         return residual.write(state, site + 1, self.mlp(*inputs))
 

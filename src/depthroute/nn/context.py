@@ -36,11 +36,19 @@ class Documents(NamedTuple):
         return [n for n in self.cu_seqlens.diff().tolist() if n]
 
 
+class OneLayer(Protocol):
+    """Keys and values of past tokens in one layer, in whatever form."""
+
+    def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Store new keys and values `[B, heads, T, head_dim]` and return all so far."""
+        ...
+
+
 class Cache(Protocol):
     """Keys and values of past tokens, in whatever form."""
 
-    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store new keys and values `[B, heads, T, head_dim]` of a layer and return all so far."""
+    def layer(self, index: int) -> OneLayer:
+        """Return those of a layer."""
         ...
 
 
