@@ -136,6 +136,9 @@ def main() -> None:
     for name, size in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=size)
     options = parser.parse_args()
+    # a graph for each shape: guesses about shapes to come would make slower kernels
+    torch._dynamo.config.automatic_dynamic_shapes = False
+    torch._dynamo.config.recompile_limit = 64
     shape = {name: getattr(options, name) for name in (*sizes, "compile")}
     print(json.dumps(environment() | shape), file=options.out, flush=True)
     models = {name: build(VARIANTS[name], options) for name in options.variants}
