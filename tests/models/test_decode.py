@@ -11,6 +11,12 @@ from helpers import VARIANTS, assert_close, ignore_dynamo_warnings, tiny_model
 
 PROMPTS = torch.tensor([[3, 1, 4], [1, 5, 9]])
 LENGTH = 11
+ATEN = torch.ops.aten
+# a tensor made of numbers of the host, a number of the host made of a tensor, a size made of values
+NOT_ON_THE_DEVICE = {
+    *(ATEN.lift_fresh.default, ATEN.lift_fresh_copy.default),
+    *(ATEN._local_scalar_dense.default, ATEN.nonzero.default),
+}
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -41,6 +47,7 @@ def test_a_step_recorded_at_one_place_serves_all(name):
     with torch.no_grad():
         ids, position = PROMPTS[:, :1], torch.tensor([2])
         recorded = make_fx(step)(ids, position, torch.zeros_like(cache.entries))
+        assert not NOT_ON_THE_DEVICE & {node.target for node in recorded.graph.nodes}
         fresh, tokens = model(PROMPTS, cache=cache)[:, -1].argmax(-1, keepdim=True), [PROMPTS]
         for place in range(3, LENGTH):
             tokens.append(fresh)

@@ -138,7 +138,7 @@ def attend_or_null(
         visible = float(context.mask.dtype == torch.bool)  # other masks are added to scores
         context = context._replace(mask=F.pad(context.mask, (1, 0, 1, 0), value=visible))
     q, k, v = (F.pad(x, (0, _NULL_COLUMNS, 1, 0)) for x in (q, k, v))
-    v[:, :, 0, width] = 1.0
+    v[:, :, 0, width].fill_(1.0)
     out = attend(q, k, v, context, scale=width**-0.5)[:, :, 1:]
     return out[..., :width], out[..., width]
 
