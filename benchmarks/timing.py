@@ -30,6 +30,11 @@ def environment() -> dict[str, Any]:
 
 def graph_ms(function: Callable[[], Any], repeats: int = 20, rounds: int = 5) -> float:
     """Return the time of one call replayed from a CUDA graph: the device's work alone."""
+    return _median_ms(recorded(function), repeats, rounds)
+
+
+def recorded(function: Callable[[], Any]) -> Callable[[], Any]:
+    """Return a call replayed from a CUDA graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -39,7 +44,7 @@ def graph_ms(function: Callable[[], Any], repeats: int = 20, rounds: int = 5) ->
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         function()
-    return _median_ms(graph.replay, repeats, rounds)
+    return graph.replay
 
 
 def eager_ms(function: Callable[[], Any], repeats: int = 20, rounds: int = 5) -> float:
@@ -72,14 +77,16 @@ def kernels_us(function: Callable[[], Any], calls: int = 5) -> dict[str, float]:
     }
 
 
+def once_ms(function: Callable[[], Any], repeats: int) -> float:
+    """Return the time of a call, the mean over `repeats` in a row."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(repeats):
+        function()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) / repeats
+
+
 def _median_ms(function: Callable[[], Any], repeats: int, rounds: int) -> float:
-    times = []
-    for _ in range(rounds):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(repeats):
-            function()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) / repeats)
-    return median(times)
+    return median(once_ms(function, repeats) for _ in range(rounds))

@@ -138,7 +138,7 @@ def test_evaluate_says_the_loss_of_a_run(call, run_file, tmp_path):
     assert call("evaluate", tmp_path / "run", "tokens=160", "batch_size=3") == said
     assert_mistake(call("evaluate", tmp_path / "run", "split=test"), 'no split "test"')
     assert_mistake(call("evaluate", tmp_path / "run", "tokns=3"), 'did you mean "tokens"?')
-    assert_mistake(call("evaluate", tmp_path / "none"), "none is no run folder")
+    assert_mistake(call("evaluate", tmp_path / "none"), "none is neither a run folder")
 
 
 def test_account_counts_the_model_of_a_run(call, run_file):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from depthroute.models import CausalLM
+from depthroute.models import CausalLM, generate
 from depthroute.models.compile import compile_model
 from helpers import VARIANTS, assert_all_close, ignore_dynamo_warnings, tiny_model
 
@@ -30,3 +30,15 @@ def test_compiled_decoder_has_the_gradients_of_an_eager_one():
     expected = loss_and_gradients(model)
     compile_model(model, "model")
     assert_all_close(loss_and_gradients(model), expected, names, rtol=1e-4)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for the CPU with g++")
+@ignore_dynamo_warnings
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_sublayers_generate_alike_with_one_graph_for_all_layers():
+    model = tiny_model(VARIANTS["s_lr"], num_hidden_layers=9)  # torch gives up at 8 recompilations
+    prompts = torch.randint(61, (2, 5))
+    expected = generate(model, prompts, max_new_tokens=9, temperature=0)
+    torch._dynamo.reset()
+    compile_model(model, "sublayer")
+    assert torch.equal(generate(model, prompts, max_new_tokens=9, temperature=0), expected)

@@ -185,7 +185,6 @@ def build(
     null: bool = False,
 ) -> Attention:
     layer = Attention(
-        layer=0,
         dim=10,
         heads=4,
         kv_heads=kv_heads,
@@ -261,7 +260,7 @@ def test_sublayer_continues_from_a_cache(null: bool) -> None:
     parts = []
     for part in x.split([3, 1, 2, 1], dim=1):
         context = attention_context(part, head_dim=6, theta=THETA, cache=cache)
-        parts.append(attention(part, context=context))
+        parts.append(attention(part, context=context, cache=cache.layer(0)))
         cache.advance(part.shape[1])
     assert_close(torch.cat(parts, dim=1), literal_sublayer(attention, (x, x, x)))
 
@@ -281,7 +280,7 @@ def test_cache_keeps_the_rows_and_order_of_its_tokens() -> None:
     for count, part in enumerate(parts, 1):
         for layer in range(2):
             sign = 1 - 2 * layer  # layers do not mix
-            key, value = cache.extend(layer, sign * part, sign * 10 * part)
+            key, value = cache.layer(layer).extend(sign * part, sign * 10 * part)
             seen = sign * torch.cat(parts[:count], dim=2)
             assert torch.equal(key, seen)
             assert torch.equal(value, 10 * seen)

@@ -5,7 +5,7 @@ from depthroute.evaluate.progress import launched
 
 
 def run(folder: str, config: EvaluateConfig) -> str | None:
-    """Evaluate a run; returns what to say, but for one of several processes only."""
+    """Evaluate a model; returns what to say, but for one of several processes only."""
     with launched():
         result = evaluate(folder, config)
         return format_evaluation(result) if Processes.current().rank == 0 else None

@@ -135,17 +135,19 @@ def import_(
 
 @app.command()
 def evaluate(
-    run: Annotated[str, typer.Argument(help="Run folder.", metavar="RUN")],
+    folder: Annotated[
+        str, typer.Argument(help="Run folder, or Hugging Face folder.", metavar="FOLDER")
+    ],
     settings: Settings = None,
 ) -> None:
-    """Measure the loss of a run's newest checkpoint, and its accuracy on tasks.
+    """Measure the loss of a run's newest checkpoint or an exported model, and accuracy on tasks.
 
     Example: depthroute evaluate runs/four tokens=1000000 tasks=paper8 compare_with=runs/demo
     """
     from depthroute.cli.evaluate import run as measure
     from depthroute.evaluate import EvaluateConfig
 
-    text = measure(run, load(EvaluateConfig, *_split(settings)))
+    text = measure(folder, load(EvaluateConfig, *_split(settings)))
     if text is not None:
         _say(text)
 

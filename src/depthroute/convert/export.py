@@ -6,7 +6,7 @@ from typing import Any
 from depthroute.config import config_dataclass
 from depthroute.convert.card import model_card
 from depthroute.convert.code import write_code
-from depthroute.convert.hugging_face import to_hugging_face
+from depthroute.convert.hugging_face import to_hugging_face, without_bars
 from depthroute.convert.tokenizer import fast_tokenizer
 from depthroute.files import new_folder, write_text
 from depthroute.models import fold
@@ -52,21 +52,20 @@ def export_run(
         ValueError: The run has no checkpoint, or its tokenizer cannot be converted.
         ImportError: transformers is not installed.
     """
-    from transformers import GenerationConfig
-
     run, out = Path(run), Path(out)
     model = fold(load_model(run))
     settings = load_settings(run)
     dataset = open_dataset(settings.data.path)
-    with new_folder(out) as unfinished:
-        ids: dict[str, Any] = dict.fromkeys(
-            ("bos_token_id", "eos_token_id", "pad_token_id"), dataset.manifest.end_id
-        )
-        fast_tokenizer(dataset.tokenizer(), context=settings.data.context).save_pretrained(
-            unfinished
-        )
-        shell = to_hugging_face(model, max_position_embeddings=settings.data.context, **ids)
-        shell.generation_config = GenerationConfig(**ids)
+    context = settings.data.context
+    ids: dict[str, Any] = dict.fromkeys(
+        ("bos_token_id", "eos_token_id", "pad_token_id"), dataset.manifest.end_id
+    )
+    shell = to_hugging_face(model, max_position_embeddings=context, **ids)
+    from transformers import GenerationConfig
+
+    shell.generation_config = GenerationConfig(**ids)
+    with new_folder(out) as unfinished, without_bars():
+        fast_tokenizer(dataset.tokenizer(), context=context).save_pretrained(unfinished)
         shell.save_pretrained(unfinished)
         if with_code:
             write_code(unfinished)

@@ -1,6 +1,8 @@
 """A model of this package as a Hugging Face model, and back as a start for training."""
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,16 @@ def to_hugging_face(model: CausalLM, **fields: Any) -> Any:
     return shell.eval()
 
 
+def from_hugging_face(shell: Any) -> CausalLM:
+    """Return the model in a `DepthRouteForCausalLM`, which shares its weights."""
+    with torch.device("meta"):
+        model = CausalLM(shell.config.model_config(), seed=None)
+    model.load_state_dict(shell.state_dict(), assign=True)
+    model.tie_weights()
+    model.model.compute_dtype = shell.model.compute_dtype
+    return model
+
+
 def import_model(folder: str | Path, out: str | Path) -> ModelConfig:
     """Make a Hugging Face folder of this architecture the start of a run.
 
@@ -62,24 +74,54 @@ def import_model(folder: str | Path, out: str | Path) -> ModelConfig:
         ValueError: The folder holds another architecture, or its tensors are not exactly those of
             its config.
     """
-    from depthroute.models.hf import DepthRouteForCausalLM
-
     folder, out = Path(folder), Path(out)
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} is no Hugging Face folder: it has no config.json")
     with new_folder(out) as unfinished:
-        shell, info = DepthRouteForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, output_loading_info=True, local_files_only=True
-        )
-        wrong = {kind: sorted(map(str, info[kind])) for kind in info if info[kind]}
-        if wrong:
-            raise ValueError(f"the tensors in {folder} do not fit its config.json: {wrong}")
-        config = shell.config.model_config()
-        model = CausalLM(config, seed=None)
-        model.load_state_dict(shell.state_dict())
+        model = from_hugging_face(load_shell(folder))
         save_checkpoint(unfinished / "checkpoints", 0, model, [], keep=1)
-        start = _Start(model=config, train=_Start.Train(init_from=str(out)))
+        start = _Start(model=model.config, train=_Start.Train(init_from=str(out)))
         write_text(unfinished / "start.toml", dump(start))
         if (folder / "tokenizer.json").is_file():
             shutil.copyfile(folder / "tokenizer.json", unfinished / "tokenizer.json")
-    return config
+    return model.config
+
+
+def load_shell(folder: str | Path) -> Any:
+    """Load a folder as a `DepthRouteForCausalLM`, in float32, on the CPU.
+
+    Its own code is not run: the classes are those of this package.
+
+    Args:
+        folder: A local folder that `save_pretrained` or `depthroute export` wrote.
+
+    Raises:
+        ValueError: The folder holds another architecture, or its tensors are not exactly those of
+            its config.
+        ImportError: transformers is not installed.
+    """
+    from depthroute.models.hf import DepthRouteForCausalLM
+
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} is no Hugging Face folder: it has no config.json")
+    with without_bars():
+        shell, info = DepthRouteForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, output_loading_info=True, local_files_only=True
+        )
+    wrong = {kind: sorted(map(str, info[kind])) for kind in info if info[kind]}
+    if wrong:
+        raise ValueError(f"the tensors in {folder} do not fit its config.json: {wrong}")
+    return shell
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Keep transformers from drawing progress bars where a log may be written."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -8,6 +8,7 @@ from depthroute.evaluate.report import format_evaluation
 from depthroute.evaluate.run import Comparison, Evaluation, evaluate
 from depthroute.evaluate.scoring import Score, Scorer
 from depthroute.evaluate.statistics import Difference, paired_differences
+from depthroute.evaluate.subject import Subject
 from depthroute.evaluate.tasks import PRESETS, TaskResult, run_tasks
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Processes",
     "Score",
     "Scorer",
+    "Subject",
     "TaskResult",
     "WindowLosses",
     "Work",

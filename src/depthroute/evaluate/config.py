@@ -3,19 +3,23 @@
 from typing import Literal
 
 from depthroute.config import config_dataclass
+from depthroute.train.config import ComputeDtype, Device
 
 MAX_RESAMPLES = 1_000_000
 
 
 @config_dataclass
 class EvaluateConfig:
-    """What is measured of a run's newest checkpoint.
+    """What is measured of a model: the newest checkpoint of a run, or a Hugging Face folder.
 
     Args:
         tokens: Size of the token set of the loss, rounded down to whole windows; "all" takes the
             whole split, 0 leaves the loss out.
         split: Split of the dataset that the loss is measured on.
-        data: Dataset folder of the loss; None is the run's own.
+        data: Dataset folder of the loss; None is the run's own. A Hugging Face folder has none.
+        context: Tokens per window, and most tokens of a request; None is that of training.
+        mask_documents: Keep attention within documents in the loss; None is as in training, and
+            true for a Hugging Face folder, which does not say.
         tasks: Tasks, groups and tags of lm-evaluation-harness, or `"paper8"`; an array, or one
             text with commas.
         include_path: Folder with task files of your own, in the harness's YAML form.
@@ -23,8 +27,8 @@ class EvaluateConfig:
         limit: Take the first questions of each task only; None takes all.
         batch_size: Windows, or requests, per forward pass.
         bootstrap: Resamples of a difference's interval, >= 100.
-        compare_with: Run folder that is evaluated alike; differences are this run minus that one.
-        out: Folder of the results; None is `evaluation` in the run folder.
+        compare_with: Folder that is evaluated alike; differences are this model minus that one.
+        out: Folder of the results; None is `evaluation` in the folder of the model.
         device: "auto" takes CUDA if there is one.
         compute_dtype: As in training: "auto" is bfloat16 on CUDA, float32 elsewhere.
     """
@@ -32,6 +36,8 @@ class EvaluateConfig:
     tokens: int | Literal["all"] = "all"
     split: str = "val"
     data: str | None = None
+    context: int | None = None
+    mask_documents: bool | None = None
     tasks: str | tuple[str, ...] = ()
     include_path: str | None = None
     num_fewshot: int = 0
@@ -40,8 +46,8 @@ class EvaluateConfig:
     bootstrap: int = 2000
     compare_with: str | None = None
     out: str | None = None
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    device: Device = "auto"
+    compute_dtype: ComputeDtype = "auto"
 
     def __post_init__(self) -> None:
         for name, least in (("num_fewshot", 0), ("batch_size", 1), ("bootstrap", 100)):
@@ -49,8 +55,11 @@ class EvaluateConfig:
                 raise ValueError(f"{name} must be >= {least}, got {getattr(self, name)}")
         if self.bootstrap > MAX_RESAMPLES:
             raise ValueError(f"bootstrap must be <= {MAX_RESAMPLES:,}, got {self.bootstrap:,}")
-        if self.limit is not None and self.limit < 1:
-            raise ValueError(f"limit must be >= 1, or left out for all, got {self.limit}")
+        for name, default in (("limit", "all"), ("context", "that of training")):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(
+                    f"{name} must be >= 1, or left out for {default}, got {getattr(self, name)}"
+                )
         if self.tokens != "all" and self.tokens < 0:
             raise ValueError(f'tokens must be "all" or >= 0, got {self.tokens}')
         if self.tokens == 0 and not self.task_names:

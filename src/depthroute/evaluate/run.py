@@ -13,7 +13,7 @@ from depthroute.evaluate.loss import WindowLosses, window_losses
 from depthroute.evaluate.progress import Processes, Work
 from depthroute.evaluate.scoring import Scorer
 from depthroute.evaluate.statistics import Difference, paired_differences
-from depthroute.evaluate.subject import Subject, loss_windows, open_run
+from depthroute.evaluate.subject import Subject, context_of, loss_windows, open_subject
 from depthroute.evaluate.tasks import TaskResult, mean_over_tasks, run_tasks
 from depthroute.files import write_text
 from depthroute.train.report import Reporter
@@ -21,14 +21,14 @@ from depthroute.train.run import environment
 
 
 class Comparison(NamedTuple):
-    """Differences to another run, this one minus that one, item by item.
+    """Differences to another model, this one minus that one, item by item.
 
     Attributes:
-        run: The other run.
+        run: The other one's folder.
         loss_nats: Of the loss per token, resampled over windows; None without a loss.
         tasks: Of each task whose metric is a mean over items.
         mean: Of the mean in which these tasks weigh equally; None if there are none.
-        theirs: Results of the other run.
+        theirs: Results of the other model.
     """
 
     run: str
@@ -39,52 +39,58 @@ class Comparison(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """What was measured of a run.
+    """What was measured of a model.
 
     Attributes:
-        run: The run folder.
-        checkpoint: Name of the checkpoint.
+        run: Its folder, or the name of a model in memory.
+        checkpoint: Name of a run's checkpoint, else None.
         loss: By window; None if it was not asked for.
         tasks: In the order asked for.
-        comparison: Differences to another run, if one was given.
+        comparison: Differences to another model, if one was given.
     """
 
     run: str
-    checkpoint: str
+    checkpoint: str | None
     loss: WindowLosses | None
     tasks: tuple[TaskResult, ...]
     comparison: Comparison | None
 
 
-def evaluate(run: str | Path, config: EvaluateConfig) -> Evaluation:
-    """Measure the newest checkpoint of a run and write `results.json`.
+def evaluate(model: str | Path | Subject, config: EvaluateConfig) -> Evaluation:
+    """Measure a model and write `results.json`.
 
     The same call continues where it was killed. Under torch.distributed the processes share the
     batches, and each returns the whole result.
 
     Args:
-        run: A run folder.
-        config: What to measure.
+        model: A run folder, whose newest checkpoint is measured; a Hugging Face folder that
+            `depthroute export` or `save_pretrained` wrote; or a model in memory, `Subject.of`.
+        config: What to measure. For a model in memory `out` must be given; `device` and
+            `compute_dtype` must not, since it is measured as it is.
 
     Raises:
-        ValueError: The run, the data or the tasks are not there, or do not fit.
-        ImportError: There are tasks, and lm_eval is not installed.
+        ValueError: The model, the data or the tasks are not there, or do not fit.
+        ImportError: There are tasks, and lm_eval is not installed; or transformers is missing.
         FloatingPointError: A loss is not finite.
     """
     if config.task_names:
         require_harness()
-    run = Path(run)
-    out = run / "evaluation" if config.out is None else Path(config.out)
+    if isinstance(model, Subject):
+        _check_in_memory(config)
+        subject = model
+    else:
+        subject = open_subject(model, config)
+    name = subject.name
+    out = Path(name) / "evaluation" if config.out is None else Path(config.out)
     processes = Processes.current()
-    subject = open_run(run, config)
 
     def show(num_batches: int) -> Reporter:
-        return Reporter(f"{run.name} evaluation", num_batches)
+        return Reporter(f"{Path(name).name} evaluation", num_batches)
 
-    work = Work(out / "progress", subject.identity, processes=processes, show=show)
+    work = Work(out / "progress", subject.identity(), processes=processes, show=show)
     loss = None if config.tokens == 0 else _loss(subject, config, work)
     tasks = _tasks(subject, config, work) if config.task_names else []
-    result = Evaluation(str(run), subject.checkpoint, loss, tuple(tasks), None)
+    result = Evaluation(name, subject.checkpoint, loss, tuple(tasks), None)
     if config.compare_with is not None:
         del subject, work  # one model at a time
         place = None if config.out is None else str(out / "compare_with")
@@ -95,25 +101,39 @@ def evaluate(run: str | Path, config: EvaluateConfig) -> Evaluation:
     return result
 
 
+def _check_in_memory(config: EvaluateConfig) -> None:
+    """Refuse settings that only a model from a folder can follow.
+
+    Raises:
+        ValueError: There is one.
+    """
+    if config.out is None:
+        raise ValueError("out: a model in memory has no folder for its results; give out")
+    if (config.device, config.compute_dtype) != ("auto", "auto"):
+        raise ValueError(
+            "device, compute_dtype: a model in memory is measured as it is, "
+            f"got {config.device}, {config.compute_dtype}"
+        )
+
+
 def _loss(subject: Subject, config: EvaluateConfig, work: Work) -> WindowLosses:
     windows, shards = loss_windows(subject, config)
+    mask = subject.mask_documents if config.mask_documents is None else config.mask_documents
     return window_losses(
         subject.model,
         windows,
         work,
         shards=shards,
         batch_size=config.batch_size,
-        mask_documents=subject.settings.data.mask_documents,
-        chunk_tokens=subject.settings.train.loss_chunk_tokens,
+        mask_documents=mask,
     )
 
 
 def _tasks(subject: Subject, config: EvaluateConfig, work: Work) -> list[TaskResult]:
-    tokenizer = subject.dataset().tokenizer()
     scorer = Scorer(
         subject.model,
-        tokenizer,
-        context=subject.settings.data.context,
+        subject.tokenizer(),
+        context=context_of(subject, config),
         batch_size=config.batch_size,
         work=work,
     )

@@ -1,64 +1,141 @@
 """The trained model that is evaluated."""
 
 import hashlib
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
+import torch
 from torch import nn
 
-from depthroute.data import TokenDataset, ValidationWindows, validation_windows
+from depthroute.convert.hugging_face import from_hugging_face, load_shell
+from depthroute.data import (
+    TokenDataset,
+    Tokenizer,
+    ValidationWindows,
+    load_tokenizer,
+    validation_windows,
+)
 from depthroute.evaluate.config import EvaluateConfig
 from depthroute.models import CausalLM
-from depthroute.train import RunConfig, load_model
+from depthroute.train import load_model
 from depthroute.train.checkpoint import newest_checkpoint
+from depthroute.train.config import placement
 from depthroute.train.run import load_settings, open_dataset
+
+_COMPARED_TOKENS = 4096
 
 
 class Subject(NamedTuple):
-    """A run's newest checkpoint, ready to be measured.
+    """A model, ready to be measured as it is, and what belongs to it.
 
     Attributes:
+        name: How tables call it.
         model: On its device, with its compute dtype.
-        settings: Of the run.
-        checkpoint: Name of the checkpoint.
-        weights: sha256 of all weights.
+        tokenizer: Returns what made its tokens; asked where text is read, or another dataset.
+        context: Tokens that it was trained on at a time; None is not known.
+        data: Its dataset folder; None if it has none.
+        mask_documents: Whether it was trained with attention within documents.
+        checkpoint: Name of the checkpoint; None for a model that has none.
     """
 
+    name: str
     model: CausalLM
-    settings: RunConfig
-    checkpoint: str
-    weights: str
+    tokenizer: Callable[[], Tokenizer]
+    context: int | None
+    data: str | None = None
+    mask_documents: bool = True
+    checkpoint: str | None = None
 
-    @property
+    @classmethod
+    def of(
+        cls,
+        model: CausalLM,
+        tokenizer: Tokenizer,
+        *,
+        context: int,
+        data: str | None = None,
+        name: str = "model",
+    ) -> Self:
+        """Return a model in memory as a subject.
+
+        Args:
+            model: It is measured where it is, in its compute dtype, and stays as it is.
+            tokenizer: What made its tokens.
+            context: Most tokens that it should read at a time.
+            data: Dataset folder of the loss.
+            name: How tables call it.
+        """
+        return cls(name, model, lambda: tokenizer, context, data)
+
     def identity(self) -> dict[str, Any]:
-        """Return what every result depends on."""
+        """Return what every result depends on, the sha256 of all weights among it."""
         return {
-            "weights": self.weights,
+            "weights": _hash(self.model),
             "device": self.model.lm_head.weight.device.type,
             "compute_dtype": str(self.model.model.compute_dtype),
         }
 
-    def dataset(self) -> TokenDataset:
-        """Open the run's dataset."""
-        return open_dataset(self.settings.data.path)
 
-
-def open_run(run: str | Path, config: EvaluateConfig) -> Subject:
-    """Load the newest checkpoint of a run.
+def open_subject(folder: str | Path, config: EvaluateConfig) -> Subject:
+    """Load the newest checkpoint of a run, or a Hugging Face folder.
 
     Raises:
-        ValueError: The folder is no run, has no checkpoint yet, or there is no such device.
+        ValueError: The folder is neither, or has no checkpoint yet, or there is no such device.
+        ImportError: It is a Hugging Face folder, and transformers is not installed.
     """
-    run = Path(run)
-    model = load_model(run)
-    settings = load_settings(run)
-    place = replace(settings.train, device=config.device, compute_dtype=config.compute_dtype)
-    device, dtype = place.placement()
-    weights = _hash(model)
-    model.to(device)
-    model.model.compute_dtype = dtype
-    return Subject(model, settings, newest_checkpoint(run).name, weights)
+    folder = Path(folder)
+    device, dtype = placement(config.device, config.compute_dtype)
+    if (folder / "config.toml").is_file():
+        subject = _open_run(folder)
+    elif (folder / "config.json").is_file():
+        subject = _open_hugging_face(folder)
+    else:
+        raise ValueError(
+            f"{folder} is neither a run folder, which has a config.toml, nor a Hugging Face "
+            "folder, which has a config.json"
+        )
+    subject.model.to(device)
+    subject.model.model.compute_dtype = dtype
+    return subject
+
+
+def _open_run(run: Path) -> Subject:
+    model, data = load_model(run), load_settings(run).data
+    return Subject(
+        name=str(run),
+        model=model,
+        tokenizer=lambda: open_dataset(data.path).tokenizer(),
+        context=data.context,
+        data=data.path,
+        mask_documents=data.mask_documents,
+        checkpoint=newest_checkpoint(run).name,
+    )
+
+
+def _open_hugging_face(folder: Path) -> Subject:
+    shell = load_shell(folder)
+    return Subject(
+        name=str(folder),
+        model=from_hugging_face(shell),
+        tokenizer=lambda: load_tokenizer(folder),
+        context=shell.config.max_position_embeddings,
+    )
+
+
+def context_of(subject: Subject, config: EvaluateConfig) -> int:
+    """Return how many tokens the model is to read at a time.
+
+    Raises:
+        ValueError: Neither the settings nor the model say so.
+    """
+    context = subject.context if config.context is None else config.context
+    if context is None:
+        raise ValueError(
+            f"context: {subject.name} does not say how many tokens it was trained on at a time; "
+            "give context=N"
+        )
+    return context
 
 
 def loss_windows(
@@ -67,27 +144,46 @@ def loss_windows(
     """Return the windows whose loss is asked for, and the sha256 of the files they are from.
 
     Raises:
-        ValueError: The dataset does not fit the model, has no such split, or it holds no window.
+        ValueError: There is no dataset, it does not fit the model, has no such split, or it holds
+            no window.
     """
-    dataset = subject.dataset() if config.data is None else open_dataset(config.data)
-    size = subject.settings.model.vocab_size
+    path = subject.data if config.data is None else config.data
+    if path is None:
+        raise ValueError(
+            f"data: {subject.name} has no dataset of its own; give the folder of one made with the "
+            "same tokenizer, data=FOLDER, or tokens=0 for tasks alone"
+        )
+    dataset = open_dataset(path)
+    size = subject.model.config.vocab_size
     if dataset.vocab_size > size:
         raise ValueError(
             f"data: {dataset.folder} has {dataset.vocab_size} tokens, the model knows {size}"
         )
-    if config.data is not None and Path(subject.settings.data.path).exists():
-        own = subject.dataset().manifest.tokenizer
-        if dataset.manifest.tokenizer != own:
-            raise ValueError(
-                f"data: {dataset.folder} was made with the tokenizer "
-                f"{dataset.manifest.tokenizer}, the run with {own}"
-            )
+    # raw tokens name no tokenizer; a run's lies with its own dataset, which may be gone
+    known = dataset.manifest.tokenizer and (subject.data is None or Path(subject.data).exists())
+    if config.data is not None and known:
+        _check_tokenizer(subject, dataset, config.split)
     windows = validation_windows(
         dataset.split(config.split),
-        context=subject.settings.data.context,
+        context=context_of(subject, config),
         max_tokens=None if config.tokens == "all" else config.tokens,
     )
     return windows, tuple(shard.bin_sha256 for shard in dataset.manifest.splits[config.split])
+
+
+def _check_tokenizer(subject: Subject, dataset: TokenDataset, split: str) -> None:
+    """Compare the model's tokenizer with a dataset's, on the text that the split begins with.
+
+    Raises:
+        ValueError: They give other ids.
+    """
+    own, theirs = subject.tokenizer(), dataset.tokenizer()
+    text = theirs.decode(dataset.split(split).shards[0].tokens[:_COMPARED_TOKENS])
+    if own.end_id != theirs.end_id or own.encode(text) != theirs.encode(text):
+        raise ValueError(
+            f"data: {dataset.folder} was made with the tokenizer {theirs.name}, which gives other "
+            f"ids than that of {subject.name}, {own.name}"
+        )
 
 
 def _hash(model: nn.Module) -> str:
@@ -95,5 +191,5 @@ def _hash(model: nn.Module) -> str:
     found = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         found.update(name.encode())
-        found.update(tensor.numpy().tobytes())
+        found.update(tensor.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()

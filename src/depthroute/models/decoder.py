@@ -46,7 +46,6 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.index = index
         self.self_attn = Attention(
-            layer=index,
             dim=config.hidden_size,
             heads=config.num_attention_heads,
             kv_heads=config.kv_heads,
@@ -65,8 +64,9 @@ class DecoderLayer(nn.Module):
     def forward(self, state: State, residual: ResidualScheme, context: AttentionContext) -> State:
         """Read, attend, write; read, transform, write."""
         site = 2 * self.index
+        cache = None if context.cache is None else context.cache.layer(self.index)
         inputs, state = residual.read(state, site, self.input_layernorm)
-        state = residual.write(state, site, self.self_attn(*inputs, context=context))
+        state = residual.write(state, site, self.self_attn(*inputs, context=context, cache=cache))
         inputs, state = residual.read(state, site + 1, self.post_attention_layernorm)
         return residual.write(state, site + 1, self.mlp(*inputs))
 
@@ -210,7 +210,7 @@ class CausalLM(nn.Module):
         self.model = Decoder(config)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
         self.chunk_sums = chunk_sums
-        self._tie()
+        self.tie_weights()
         if seed is not None:
             self.init_weights(seed)
 
@@ -301,10 +301,11 @@ class CausalLM(nn.Module):
     def to_empty(self, *, device: torch.device | str | None, recurse: bool = True) -> Self:
         """Move to a device without values; the head stays tied, which torch alone forgets."""
         super().to_empty(device=device, recurse=recurse)
-        self._tie()
+        self.tie_weights()
         return self
 
-    def _tie(self) -> None:
+    def tie_weights(self) -> None:
+        """Make the head the embedding, if the config says so."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 

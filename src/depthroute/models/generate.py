@@ -3,9 +3,14 @@
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from depthroute.models.decode import DecodeStep
 from depthroute.models.decoder import CausalLM
+
+# attention kernels want rows of a mask in multiples of 8
+_ROUND = 8
 
 
 @torch.no_grad()
@@ -20,8 +25,9 @@ def generate(
     stop_id: int | None = None,
     stop: Callable[[Tensor], Tensor] | None = None,
     seed: int | None = None,
+    cuda_graph: bool = True,
 ) -> Tensor:
-    """Continue each row of `ids`, one token at a time, with a cache.
+    """Continue each row of `ids`: one pass over the prompts, then one step per token, with a cache.
 
     Args:
         model: The model.
@@ -33,6 +39,7 @@ def generate(
         stop_id: Ends a row, whose later tokens repeat it; generation ends with the last row.
         stop: Told the tokens so far, prompts included, says which rows end here, boolean `[B]`.
         seed: Seed of the sampling; None draws a new one.
+        cuda_graph: On a CUDA device, record the step in a CUDA graph; see `DecodeStep`.
 
     Returns:
         `[B, T + n]` with n <= max_new_tokens.
@@ -52,22 +59,26 @@ def generate(
         raise ValueError(f"top_p must be in (0, 1], got {top_p}")
     source = torch.Generator(device=ids.device)
     source.seed() if seed is None else source.manual_seed(seed)
-    cache = model.new_cache(ids.shape[0], ids.shape[1] + max_new_tokens)
-    done = torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
-    fresh = ids
-    for _ in range(max_new_tokens):
-        hidden = model.model(fresh, cache=cache)[:, -1]
-        logits = model.lm_head(hidden).float()
+    start, end = ids.shape[1], ids.shape[1] + max_new_tokens
+    tokens = F.pad(ids, (0, max_new_tokens))
+    cache = model.new_cache(len(ids), end + -end % _ROUND)
+    step = DecodeStep(model, cache, cuda_graph=cuda_graph)
+    done = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+    for length in range(start, end):
+        if length == start:
+            logits = model.lm_head(model.model(ids, cache=cache)[:, -1]).float()
+        else:
+            logits = step(tokens[:, length - 1 : length])
         fresh = _pick(logits, temperature, top_k, top_p, source)
         if stop_id is not None:
             fresh = fresh.masked_fill(done.unsqueeze(1), stop_id)
             done |= fresh.squeeze(1) == stop_id
-        ids = torch.cat([ids, fresh], dim=1)
+        tokens[:, length : length + 1] = fresh
         if stop is not None:
-            done |= stop(ids)
+            done |= stop(tokens[:, : length + 1])
         if (stop_id is not None or stop is not None) and bool(done.all()):
-            break
-    return ids
+            return tokens[:, : length + 1]
+    return tokens
 
 
 def _pick(

@@ -1,7 +1,7 @@
 """Building blocks of a decoder that know no residual scheme."""
 
 from depthroute.nn.attention import Attention
-from depthroute.nn.cache import KVCache
+from depthroute.nn.cache import CacheAt, KVCache
 from depthroute.nn.context import AttentionContext, Documents
 from depthroute.nn.linear import Linear, OutProjection
 from depthroute.nn.loss import LossSums, linear_cross_entropy
@@ -12,6 +12,7 @@ from depthroute.nn.norm import RMSNorm
 __all__ = [
     "Attention",
     "AttentionContext",
+    "CacheAt",
     "Documents",
     "DuplicatedLatentLinear",
     "KVCache",

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from depthroute.nn.context import AttentionContext, Documents
+from depthroute.nn.context import AttentionContext, Documents, OneLayer
 from depthroute.nn.low_rank import LowRankConfig, build_projection
 from depthroute.nn.norm import RMSNorm
 from depthroute.nn.rope import rotate
@@ -23,7 +23,6 @@ class Attention(nn.Module):
     `1 / sqrt(head_dim)`.
 
     Args:
-        layer: Index of the layer, its place in a cache.
         dim: Width of the residual stream.
         heads: Query heads.
         kv_heads: Key and value heads; divides `heads`.
@@ -38,7 +37,6 @@ class Attention(nn.Module):
     def __init__(
         self,
         *,
-        layer: int,
         dim: int,
         heads: int,
         kv_heads: int,
@@ -49,7 +47,7 @@ class Attention(nn.Module):
         low_rank: LowRankConfig | None = None,
     ) -> None:
         super().__init__()
-        self.layer, self.head_dim, self.groups = layer, head_dim, heads // kv_heads
+        self.head_dim, self.groups = head_dim, heads // kv_heads
         self.token_null = token_null
         build = partial(build_projection, low_rank=low_rank)
         self.q_proj = build("q", dim, heads * head_dim)
@@ -58,13 +56,16 @@ class Attention(nn.Module):
         self.o_proj = build("o", heads * head_dim, dim, emit_dim)
         self.qk_norm = nn.Identity() if norm_eps is None else RMSNorm(norm_eps)
 
-    def forward(self, *inputs: Tensor, context: AttentionContext) -> Tensor:
+    def forward(
+        self, *inputs: Tensor, context: AttentionContext, cache: OneLayer | None = None
+    ) -> Tensor:
         """Attend.
 
         Args:
             inputs: One `[B, T, D]` for queries, keys and values; or two (queries and keys,
                 values); or three (queries, keys, values).
-            context: Positions, documents and cache.
+            context: Positions and documents.
+            cache: Past tokens of this layer, which these continue and extend.
 
         Returns:
             `[B, T, D + emit_dim]`, and one more column with a token null.
@@ -73,8 +74,8 @@ class Attention(nn.Module):
         q = rotate(self.qk_norm(self._heads(self.q_proj(for_q))), context.rotation)
         k = rotate(self.qk_norm(self._heads(self.k_proj(for_k))), context.rotation)
         v = self._heads(self.v_proj(for_v))
-        if context.cache is not None:
-            k, v = context.cache.extend(self.layer, k, v)
+        if cache is not None:
+            k, v = cache.extend(k, v)
         if self.groups > 1:
             k = k.repeat_interleave(self.groups, dim=1)
             v = v.repeat_interleave(self.groups, dim=1)
@@ -137,7 +138,7 @@ def attend_or_null(
         visible = float(context.mask.dtype == torch.bool)  # other masks are added to scores
         context = context._replace(mask=F.pad(context.mask, (1, 0, 1, 0), value=visible))
     q, k, v = (F.pad(x, (0, _NULL_COLUMNS, 1, 0)) for x in (q, k, v))
-    v[:, :, 0, width] = 1.0
+    v[:, :, 0, width].fill_(1.0)
     out = attend(q, k, v, context, scale=width**-0.5)[:, :, 1:]
     return out[..., :width], out[..., width]
 

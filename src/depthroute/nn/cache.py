@@ -1,5 +1,7 @@
 """Keys and values of past tokens."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -39,16 +41,57 @@ class KVCache:
         """Return the most tokens a row can hold."""
         return self.entries.shape[-2]
 
-    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store new keys and values `[B, heads, T, head_dim]` and return all so far.
-
-        The length grows when the caller moves on with `advance`, once all layers have stored.
-        """
-        end = self.length + key.shape[-2]
-        self.entries[layer, 0, :, :, self.length : end] = key
-        self.entries[layer, 1, :, :, self.length : end] = value
-        return self.entries[layer, 0, :, :, :end], self.entries[layer, 1, :, :, :end]
+    def layer(self, index: int) -> "LayerCache":
+        """Return the cache of a layer, for one pass."""
+        return LayerCache(self.entries[index, 0], self.entries[index, 1], self.length)
 
     def advance(self, num_tokens: int) -> None:
-        """Count `num_tokens` more as stored."""
+        """Count `num_tokens` more as stored, once all layers have stored them."""
         self.length += num_tokens
+
+
+class LayerCache(NamedTuple):
+    """Keys and values of a layer, `[B, heads, capacity, head_dim]`, of which `length` count."""
+
+    keys: Tensor
+    values: Tensor
+    length: int
+
+    def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Store new keys and values `[B, heads, T, head_dim]` and return all so far."""
+        end = self.length + key.shape[-2]
+        self.keys[:, :, self.length : end] = key
+        self.values[:, :, self.length : end] = value
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+
+class CacheAt(NamedTuple):
+    """A cache for a pass over one new token, whose place the device alone knows.
+
+    No number of the host decides what happens, so that a CUDA graph of one pass serves all.
+
+    Attributes:
+        entries: Those of a `KVCache`, `[L, 2, B, heads, capacity, head_dim]`.
+        position: Place of the new token, int64 `[1]`.
+    """
+
+    entries: Tensor
+    position: Tensor
+
+    def layer(self, index: int) -> "LayerCacheAt":
+        """Return the cache of a layer."""
+        return LayerCacheAt(self.entries[index, 0], self.entries[index, 1], self.position)
+
+
+class LayerCacheAt(NamedTuple):
+    """Keys and values of a layer, and where the new ones go."""
+
+    keys: Tensor
+    values: Tensor
+    position: Tensor
+
+    def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Store a key and value `[B, heads, 1, head_dim]` and return all places, filled or not."""
+        self.keys.index_copy_(2, self.position, key)
+        self.values.index_copy_(2, self.position, value)
+        return self.keys, self.values

@@ -6,8 +6,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from depthroute.nn.cache import KVCache
+from depthroute.nn.cache import CacheAt, KVCache
 from depthroute.nn.rope import Rotation, rotation
+from depthroute.ops.scores import accumulation_dtype
 
 # up to here a boolean mask beats one call per document on a CPU (measured on 2 cores)
 _MASK_MAX_TOKENS = 256
@@ -35,11 +36,19 @@ class Documents(NamedTuple):
         return [n for n in self.cu_seqlens.diff().tolist() if n]
 
 
+class OneLayer(Protocol):
+    """Keys and values of past tokens in one layer, in whatever form."""
+
+    def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Store new keys and values `[B, heads, T, head_dim]` and return all so far."""
+        ...
+
+
 class Cache(Protocol):
     """Keys and values of past tokens, in whatever form."""
 
-    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store new keys and values `[B, heads, T, head_dim]` of a layer and return all so far."""
+    def layer(self, index: int) -> OneLayer:
+        """Return those of a layer."""
         ...
 
 
@@ -82,8 +91,7 @@ def attention_context(
     batch, tokens = x.shape[:2]
     past = cache.length if cache else 0
     positions = torch.arange(past, past + tokens, device=x.device)
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    turn = rotation(positions, head_dim, theta, wide)
+    turn = rotation(positions, head_dim, theta, accumulation_dtype(x.dtype))
     if cache is not None:
         if documents is not None:
             raise ValueError("documents and cache exclude each other: decode one document a row")
@@ -103,3 +111,17 @@ def attention_context(
     ids = documents.ids(batch * tokens).view(batch, tokens)
     same = ids.unsqueeze(-1) == ids.unsqueeze(-2)
     return AttentionContext(turn, same.tril().unsqueeze(1))
+
+
+def step_context(x: Tensor, cache: CacheAt, *, head_dim: int, theta: float) -> AttentionContext:
+    """Prepare the context for embeddings `[B, 1, D]` of one new token in each row.
+
+    Attention runs over all places of the cache; a mask that is added to the scores hides those
+    behind the new token.
+    """
+    places = torch.arange(cache.entries.shape[-2], device=x.device)
+    hidden = places > cache.position
+    # a boolean mask would be turned into this one by every layer
+    mask = x.new_zeros(len(places)).masked_fill_(hidden, float("-inf")).view(1, 1, 1, -1)
+    turn = rotation(cache.position, head_dim, theta, accumulation_dtype(x.dtype))
+    return AttentionContext(turn, mask, None, cache)

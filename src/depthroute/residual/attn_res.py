@@ -280,8 +280,6 @@ class AttnRes(ResidualScheme):
             return None
         closed = [self.counts[end] for end in self.ends if end <= site]
         sizes = [1, *closed, self.counts[site]][:num_sources]
-        return torch.tensor(
-            [beta * math.log(c) for c in sizes],
-            dtype=accumulation_dtype(like.dtype),
-            device=like.device,
-        )
+        # filled on the device: a CUDA graph cannot record a copy from the host
+        dtype = accumulation_dtype(like.dtype)
+        return torch.cat([like.new_full((1,), beta * math.log(c), dtype=dtype) for c in sizes])

@@ -10,6 +10,28 @@ from depthroute.models.compile import CompileMode
 from depthroute.models.decoder import Checkpointing
 from depthroute.optim import OptimConfig
 
+Device = Literal["auto", "cpu", "cuda"]
+ComputeDtype = Literal["auto", "float32", "bfloat16"]
+
+
+def placement(device: Device, compute_dtype: ComputeDtype) -> tuple[torch.device, torch.dtype]:
+    """Return a device and a compute dtype on this machine.
+
+    Args:
+        device: "auto" takes CUDA if there is one.
+        compute_dtype: "auto" is bfloat16 on CUDA, float32 elsewhere.
+
+    Raises:
+        ValueError: CUDA is asked for and there is none.
+    """
+    cuda = torch.cuda.is_available()
+    name = device if device != "auto" else "cuda" if cuda else "cpu"
+    if name == "cuda" and not cuda:
+        raise ValueError('device is "cuda" but torch sees no CUDA device')
+    if compute_dtype == "auto":
+        compute_dtype = "bfloat16" if name == "cuda" else "float32"
+    return torch.device(name), getattr(torch, compute_dtype)
+
 
 @config_dataclass
 class DataConfig:
@@ -66,8 +88,8 @@ class TrainConfig:
     micro_batch_size: int | None = None
     seed: int = 0
     init_from: str | None = None
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    device: Device = "auto"
+    compute_dtype: ComputeDtype = "auto"
     deterministic: bool = False
     compile: CompileMode = "none"
     checkpointing: Checkpointing = "none"
@@ -96,14 +118,7 @@ class TrainConfig:
         Raises:
             ValueError: CUDA is asked for and there is none.
         """
-        cuda = torch.cuda.is_available()
-        device = self.device if self.device != "auto" else "cuda" if cuda else "cpu"
-        if device == "cuda" and not cuda:
-            raise ValueError('train.device is "cuda" but torch sees no CUDA device')
-        dtype = self.compute_dtype
-        if dtype == "auto":
-            dtype = "bfloat16" if device == "cuda" else "float32"
-        return torch.device(device), getattr(torch, dtype)
+        return placement(self.device, self.compute_dtype)
 
 
 @config_dataclass

@@ -33,8 +33,16 @@ class _Cache(NamedTuple):
 
     cache: Cache
 
-    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        return self.cache.update(key, value, layer)
+    def layer(self, index: int) -> "_OneLayer":
+        return _OneLayer(self.cache, index)
+
+
+class _OneLayer(NamedTuple):
+    cache: Cache
+    index: int
+
+    def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        return self.cache.update(key, value, self.index)
 
 
 def positions(

@@ -1,0 +1,152 @@
+"""Latency of routed reads over plain ones in use: `python benchmarks/decode.py`.
+
+A whole decoder in bfloat16, head included. Prefill is one pass over a prompt: launched kernel by
+kernel, and replayed from a CUDA graph. A decoding step is `depthroute.models.DecodeStep`, replayed;
+before it is timed, its logits must equal launched ones. The variants take turns in every round;
+ratios to the first are taken within a round, so that a change of the clock meets all alike.
+One JSON object a line. Takes about a minute.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from timing import environment, once_ms, recorded
+
+from depthroute.models import CausalLM, DecodeStep, ModelConfig
+from depthroute.models.compile import compile_model
+from depthroute.residual import AttnResConfig, PreNormConfig, TailKey
+
+VARIANTS: dict[str, Any] = {
+    "prenorm": PreNormConfig(),
+    "attn_res_8": AttnResConfig(num_blocks=8),
+    "s_lr_8": AttnResConfig(num_blocks=8, key=TailKey(rank=128)),
+    "attn_res_full": AttnResConfig(num_blocks=0),
+    "s_lr_full": AttnResConfig(num_blocks=0, key=TailKey(rank=128)),
+}
+# of logits, relative to the largest one: another order of bfloat16 sums
+_TOLERANCE = 0.05
+
+
+class Case(NamedTuple):
+    """What is timed: `tokens` new ones in each row, after `past` others."""
+
+    kind: str  # "prefill", "prefill_replayed" or "decode_replayed"
+    batch: int
+    past: int
+    tokens: int
+
+
+def build(residual: Any, options: argparse.Namespace) -> CausalLM:
+    """Build a model with weights in bfloat16, routing parameters apart."""
+    width = options.width
+    config = ModelConfig(
+        vocab_size=options.vocab,
+        hidden_size=width,
+        intermediate_size=width * 11 // 4,
+        num_hidden_layers=options.layers,
+        num_attention_heads=width // 64,
+        residual=residual,
+    )
+    with torch.device("cuda"):
+        model = CausalLM(config, seed=None)
+    source = torch.Generator("cuda").manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, config.init_std, generator=source)
+    model.to(torch.bfloat16)
+    model.model.residual.to(torch.float32)
+    compile_model(model, options.compile)
+    return model
+
+
+def prefill(model: CausalLM, case: Case) -> Callable[[], Any]:
+    """Return a function that reads the prompts and gives the logits of the next tokens."""
+    ids = torch.randint(model.config.vocab_size, (case.batch, case.tokens), device="cuda")
+    cache = model.new_cache(case.batch, case.tokens)
+
+    def run() -> torch.Tensor:
+        cache.length = 0
+        return model.lm_head(model.model(ids, cache=cache)[:, -1])
+
+    return recorded(run) if case.kind == "prefill_replayed" else run
+
+
+def decode(model: CausalLM, case: Case) -> Callable[[], Any]:
+    """Return a function that replays the step after `past` tokens, checked against launches."""
+    size = case.batch, case.past
+    ids = torch.randint(model.config.vocab_size, size, device="cuda")
+    cache = model.new_cache(case.batch, case.past + 8)
+    model.model(ids, cache=cache)
+
+    def at_end(step: DecodeStep) -> torch.Tensor:
+        cache.length = case.past
+        return step(ids[:, :1])
+
+    launched = at_end(DecodeStep(model, cache, cuda_graph=False)).clone()
+    cache.length = case.past
+    sliced = model.lm_head(model.model(ids[:, :1], cache=cache)[:, -1]).float()
+    step = DecodeStep(model, cache)
+    for _ in range(4):
+        replayed = at_end(step)
+    if step.graph is None or not torch.equal(replayed, launched):
+        raise AssertionError("a replayed step gives other logits than a launched one")
+    error = (replayed - sliced).abs().max() / sliced.abs().max()
+    if not error < _TOLERANCE:
+        raise AssertionError(f"a step is {float(error):.3f} away from a pass with the cache")
+    return lambda: at_end(step)
+
+
+def measure(case: Case, models: dict[str, CausalLM], options: argparse.Namespace) -> None:
+    """Time a case for all models by turns, and print a line for each."""
+    prepare = decode if case.kind == "decode_replayed" else prefill
+    functions = {name: prepare(model, case) for name, model in models.items()}
+    for function in functions.values():
+        function()
+    rounds = [
+        {name: once_ms(function, options.repeats) for name, function in functions.items()}
+        for _ in range(options.rounds)
+    ]
+    base = next(iter(models))
+    for name in models:
+        ratios = sorted(times[name] / times[base] for times in rounds)
+        line = case._asdict() | {
+            "variant": name,
+            "ms": round(median(times[name] for times in rounds), 4),
+            "ratio": round(median(ratios), 4),
+            "ratio_low": round(ratios[0], 4),
+            "ratio_high": round(ratios[-1], 4),
+        }
+        print(json.dumps(line), file=options.out, flush=True)
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS)[:4])
+    parser.add_argument("--compile", choices=["none", "sublayer"], default="none")
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 32])
+    parser.add_argument("--out", type=argparse.FileType("w"), default=sys.stdout)
+    sizes = {"layers": 24, "width": 1024, "vocab": 100277, "prompt": 2048, "context": 1024}
+    sizes |= {"repeats": 10, "rounds": 15}
+    for name, size in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=size)
+    options = parser.parse_args()
+    # a graph for each shape: guesses about shapes to come would make slower kernels
+    torch._dynamo.config.automatic_dynamic_shapes = False
+    torch._dynamo.config.recompile_limit = 64
+    shape = {name: getattr(options, name) for name in (*sizes, "compile")}
+    print(json.dumps(environment() | shape), file=options.out, flush=True)
+    models = {name: build(VARIANTS[name], options) for name in options.variants}
+    cases = [Case(kind, 1, 0, options.prompt) for kind in ("prefill", "prefill_replayed")]
+    cases += [Case("decode_replayed", batch, options.context, 1) for batch in options.batches]
+    for case in cases:
+        measure(case, models, options)
+
+
+if __name__ == "__main__":
+    main()
