@@ -60,8 +60,8 @@ def eager_ms(function: Callable[[], Any], repeats: int = 20, rounds: int = 5) ->
 def copy_rates() -> dict[str, list[float]]:
     """Return the bytes that copies of some sizes move in a second, in TB, one for each of PADS.
 
-    Both a copy by the driver and an elementwise kernel: neither is the fastest everywhere, and one
-    that reads and writes the same memory channels at a time takes up to half longer.
+    By the driver and by an elementwise kernel, with several distances between source and target:
+    single copies of one device differed by half.
     """
     rates = {}
     for mebibytes in (96, 192, 288, 480):  # of the source

@@ -13,7 +13,7 @@ WARP_NUMBERS = {"sources": 6 * 1024, "queries": 7 * 1024}
 # numbers that a program holds at most, and that all programs of a processor hold with OTHERS each,
 # of 65536 registers
 PROGRAM_NUMBERS, PROCESSOR_NUMBERS, OTHERS, REGISTERS = 54 * 1024, 55 * 1024, 1280, 65536
-# widest source that is loaded a token ahead: through shared memory, 72 KiB for nine in float32
+# widest source that is loaded a token ahead: through shared memory, 45 KiB for nine in float32
 AHEAD_TILE = 1024
 
 
