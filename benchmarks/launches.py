@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import torch
 from reads import SHAPES, Shape, arguments
-from timing import copy_ms, environment, graph_ms
+from timing import copy_header, environment, floor_ms, graph_ms
 
 from depthroute.ops import checks
 from depthroute.ops.kernels import tuning
@@ -60,26 +60,25 @@ class Case:
 
 
 def candidates(which: str, at: Layout) -> Iterator[Launch]:
-    """Return launches around the rule's."""
-    rule = getattr(tuning, which)(at)
-    yield rule
-    warps = sorted({max(1, rule.num_warps // 2), rule.num_warps, rule.num_warps * 2})
+    """Return the rule's launch, and others that fill a processor's registers."""
+    yield getattr(tuning, which)(at)
+    resident = (True, False) if at.S <= 20 and (at.Q == 1 or which == "forward") else (False,)
+    chunks = {True: (at.S,), False: (2, 4, 8)}
+    shapes = [(w, c, r) for w, r in product((1, 2, 4, 8), resident) for c in chunks[r]]
     if which == "forward":
-        for num_warps, resident in product(warps, (True, False)):
-            for chunk in (at.S,) if resident else (2, 4, 8):
-                if not resident or at.S <= 20:
-                    yield Launch(num_warps, chunk, resident)
+        yield from (Launch(*shape) for shape in shapes)
         return
-    for num_warps, programs in product(warps, (2, 3, 4, 6, 8, 12, 16)):
+    queries = tuning.backward(at).queries
+    for (num_warps, chunk, held), programs in product(shapes, PROGRAMS):
         registers = min(255, REGISTERS // (programs * num_warps * 32) // 8 * 8)
-        if registers < 96 or (registers == 255 and programs * num_warps < 6):
+        per_number = registers * num_warps * 32 / (at.value_tile * (3 * queries + chunk / 2))
+        if registers < 64 or per_number < 0.9 or programs * num_warps < (4 if held else 8):
             continue
-        shared = {"programs": programs, "max_registers": registers, "queries": rule.queries}
-        if at.Q == 1 and at.S <= 12:
-            yield Launch(num_warps, at.S, True, True, **shared)
-            yield Launch(num_warps, at.S, True, False, **shared)
-        for chunk in (2, 4) if programs * num_warps in (8, 12) else (2,):
-            yield Launch(num_warps, chunk, False, **shared)
+        for stages in (1, 2) if held else (1,):
+            yield Launch(num_warps, chunk, held, programs, registers, queries, stages)
+
+
+PROGRAMS = (1, 2, 3, 4, 6, 8, 10, 12, 16)  # to a processor
 
 
 def run(index: int, which: str, launch: Launch) -> None:
@@ -94,7 +93,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=min(14, os.cpu_count() or 1))
     parser.add_argument("--best", type=int, default=6, help="candidates to print for each pass")
     options = parser.parse_args()
-    print(json.dumps(environment()), flush=True)
+    print(json.dumps(environment() | copy_header()), flush=True)
     jobs = []
     for index in options.shapes:
         at = Case(SHAPES[index]._replace(tokens=64)).layout
@@ -109,7 +108,7 @@ def main() -> None:
     for index in options.shapes:
         case = Case(SHAPES[index])
         for which, launch_pass in case.passes.items():
-            floor, rows = copy_ms(case.least_bytes[which]), []
+            floor, rows = floor_ms(case.least_bytes[which]), []
             rule = getattr(tuning, which)(case.layout)
             for launch in [job[2] for job in jobs if job[:2] == (index, which)]:
                 with patch.object(tuning, which, lambda at, launch=launch: launch):

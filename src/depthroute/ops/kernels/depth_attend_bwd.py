@@ -12,10 +12,21 @@ from torch import Tensor
 
 from depthroute.ops.kernels import tuning
 from depthroute.ops.kernels.gradient import source_backward
-from depthroute.ops.kernels.layout import Layout, as_bias, as_query_rows
+from depthroute.ops.kernels.layout import Layout, as_bias, as_query_rows, of_queries
 from depthroute.ops.kernels.results import AttendGradients
-from depthroute.ops.kernels.sources import load_rows, load_sources, num_programs, pack, tile_of
+from depthroute.ops.kernels.sources import (
+    key_tile_of,
+    load_rows,
+    load_sources,
+    num_programs,
+    pack,
+    tile_of,
+)
+from depthroute.ops.kernels.sums import inner_products, sum_programs
 from depthroute.ops.scores import ScoreRule
+
+# sources that a program can hold in registers beside the query; beside more, it is read per token
+BESIDE_QUERY = tl.constexpr(8)
 
 
 def depth_attend_bwd(
@@ -42,7 +53,7 @@ def depth_attend_bwd(
         )
     launch = tuning.backward(at)
     programs = num_programs(at.T, launch.programs, query.device)
-    packed_values, packed_keys, aligned = pack(values, keys, launch)
+    packed = pack(values, keys, launch)
     upstream, query_rows = as_query_rows(grad_out), query.float().contiguous()
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
     null = None if null is None else null.contiguous()
@@ -51,47 +62,46 @@ def depth_attend_bwd(
     grad_query = lse.new_empty((programs, at.Q, at.R))
     grad_null = None if null is None else lse.new_empty((programs, at.Q, at.H))
     grad_logits = torch.empty_like(dots) if bias is not None or at.key_heads_apart else None
-    along = lse.new_empty((programs, at.S, at.Q, at.H))  # <grad_out, value>, between two passes
     for first in range(0, at.Q, launch.queries):
-        group = slice(first, first + launch.queries)
+        group = first, min(launch.queries, at.Q - first)
         depth_attend_bwd_kernel[(programs,)](
-            upstream[group],
-            None if grad_lse is None else grad_lse[group],
-            packed_values,
-            packed_keys,
-            query_rows[group],
-            None if flat_bias is None else flat_bias._replace(data=flat_bias.data[group]),
-            None if null is None else null[group],
-            dots[:, :, group],
+            of_queries(upstream, 0, *group),
+            of_queries(grad_lse, 0, *group),
+            packed.values,
+            packed.keys,
+            of_queries(query_rows, 0, *group),
+            flat_bias and flat_bias._replace(data=of_queries(flat_bias.data, 0, *group)),
+            of_queries(null, 0, *group),
+            of_queries(dots, 2, *group),
             rstds,
-            lse[group],
-            along[:, :, group],
+            of_queries(lse, 0, *group),
             *grads[:2],
-            grad_query[:, group],
-            None if grad_logits is None else grad_logits[:, :, group],
-            None if grad_null is None else grad_null[:, group],
+            of_queries(grad_query, 1, *group),
+            of_queries(grad_logits, 2, *group),
+            of_queries(grad_null, 1, *group),
             *upstream.stride()[:2],
             at.T,
             at.S,
             rule.scale,
             Q=at.Q,
-            COUNT=len(query_rows[group]),
+            COUNT=group[1],
             QP=launch.queries,
             ACCUMULATE=first > 0,
             **at.constants,
             KEY_HEADS_APART=at.key_heads_apart,
             CHUNK=launch.chunk,
             RESIDENT=launch.resident,
-            KEEP=launch.keep,
-            ALIGNED=aligned,
+            STAGES=launch.stages,
+            ALIGNED=packed.aligned,
             num_warps=launch.num_warps,
             maxnreg=launch.max_registers,
         )
-    return grads._replace(
-        query=grad_query.sum(0).to(query.dtype),
-        bias=None if bias is None else _sum_to_bias(grad_logits, bias),
-        null=None if grad_null is None else grad_null.sum(0),
-    )
+    sum_programs(grad_query, grads.query)
+    if grad_null is not None:
+        sum_programs(grad_null, grads.null)
+    if bias is not None:
+        grads = grads._replace(bias=_sum_to_bias(grad_logits, bias))
+    return grads
 
 
 def _sum_to_bias(grad_logits: Tensor, bias: Tensor) -> Tensor:
@@ -123,25 +133,29 @@ def weight_of(
 
 @triton.jit
 def depth_attend_bwd_kernel(
-    grad_out, grad_lse, values, keys, query, bias, null, dots, rstds, lse, along,
+    grad_out, grad_lse, values, keys, query, bias, null, dots, rstds, lse,
     grad_values, grad_keys, grad_query, grad_logits, grad_null,
     stride_g_query, stride_g_token, num_tokens, num_sources, scale,
     Q: tl.constexpr, COUNT: tl.constexpr, QP: tl.constexpr, ACCUMULATE: tl.constexpr,
     D: tl.constexpr, R: tl.constexpr, H: tl.constexpr, NORM: tl.constexpr, KEYS: tl.constexpr,
     HP: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
     KEY_HEADS_APART: tl.constexpr,
-    CHUNK: tl.constexpr, RESIDENT: tl.constexpr, KEEP: tl.constexpr, ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr, RESIDENT: tl.constexpr, STAGES: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Loop over tokens; two passes over a token's sources, the second from registers or caches.
+    """Loop over tokens; what every logit's gradient needs of all sources comes before the rest.
 
-    The first pass takes `<grad, value_i>` and with it the mean that every logit's gradient needs;
-    the second writes the sources' gradients. The query's gradient stays in registers, one row for
-    each program: summed in a fixed order, no two runs differ.
+    That is `<grad, out>`. Resident sources give it by the inner products that each needs anyway.
+    Others are read twice, the second time from a cache: first they are mixed again. Weights are
+    computed twice as well, and not held between.
+    The query's gradient stays in registers, one row for each program: summed in a fixed order, no
+    two runs differ.
     """
+    if RESIDENT:
+        num_sources = CHUNK  # known to the compiler
     pid = tl.program_id(0)
     o_q, o_h = tl.arange(0, QP), tl.arange(0, HP)
     o_v, m_v = tile_of(D, H, HP, BC)
-    o_k, m_k = tile_of(R, H, HP, BK)
+    o_k, m_k = key_tile_of(o_v, m_v, D, R, H, KEYS, HP, BK)
     o_j, m_j = o_q[:, None, None], (o_q < COUNT)[:, None, None]
     # numbers [QP, HP] of one token and source, and of one query
     o_qh, m_qh = o_q[:, None] * H + o_h[None, :], (o_q < COUNT)[:, None] & (o_h < H)[None, :]
@@ -152,13 +166,12 @@ def depth_attend_bwd_kernel(
     else:
         p_q = query + o_j * R + (o_v - (D - R))[None, :, :]
         m_query = m_g & (o_v >= D - R)[None, :, :]
-    if QP == 1:
+    if QP == 1 and CHUNK <= BESIDE_QUERY:
         b_q = tl.load(p_q, mask=m_query, other=0.0)
-    p_along = along + pid.to(tl.int64) * num_sources * (Q * H)
     b_dq = tl.zeros([QP, HP, BK], tl.float32)
     b_dnull = tl.zeros([QP, HP], tl.float32)
 
-    for t in range(pid, num_tokens, tl.num_programs(0)):
+    for t in tl.range(pid, num_tokens, tl.num_programs(0), num_stages=STAGES):
         o_row = tl.cast(t, tl.int64)
         b_g = tl.load(grad_out + o_row * stride_g_token + o_g, mask=m_g, other=0.0).to(tl.float32)
         o_lse = (o_q.to(tl.int64)[:, None] * num_tokens + o_row) * H + o_h[None, :]
@@ -172,79 +185,50 @@ def depth_attend_bwd_kernel(
                 values, keys, 0, o_row, num_sources, o_v, m_v, o_k, m_k, D, R, KEYS, CHUNK, True,
                 ALIGNED,
             )  # fmt: skip
-            b_as, b_ws = (), ()
+            b_as = inner_products(b_vs, b_g, CHUNK, 2)
             for c in tl.static_range(CHUNK):
-                b_a = tl.sum(b_g * b_vs[c].to(tl.float32)[None, :, :], axis=2)
                 b_w, b_dot, b_r = weight_of(
-                    dots,
-                    rstds,
-                    bias,
-                    b_lse,
-                    o_row,
-                    c,
-                    o_q,
-                    o_qh,
-                    m_qh,
-                    num_sources,
-                    scale,
-                    Q,
-                    COUNT,
-                    H,
-                )
-                b_rest -= b_w * b_a
-                b_as = b_as + (b_a,)
-                b_ws = b_ws + ((b_w, b_dot, b_r),)
+                    dots, rstds, bias, b_lse, o_row, c, o_q, o_qh, m_qh, num_sources, scale,
+                    Q, COUNT, H,
+                )  # fmt: skip
+                b_rest -= b_w * b_as[c]
         else:
-            tl.debug_barrier()  # the last token's scores have been read
+            b_mix = tl.zeros([QP, HP, BC], tl.float32)
             for start in range(0, num_sources, CHUNK):
                 b_vs = load_rows(values, start, o_row, num_sources, o_v, m_v, CHUNK, False, ALIGNED)
                 for c in tl.static_range(CHUNK):
-                    m_a = m_qh & (start + c < num_sources)
-                    b_a = tl.sum(b_g * b_vs[c].to(tl.float32)[None, :, :], axis=2)
                     b_w, b_dot, b_r = weight_of(
-                        dots, rstds, bias, b_lse, o_row, start + c, o_q, o_qh, m_a, num_sources,
-                        scale, Q, COUNT, H,
+                        dots, rstds, bias, b_lse, o_row, start + c, o_q, o_qh,
+                        m_qh & (start + c < num_sources), num_sources, scale, Q, COUNT, H,
                     )  # fmt: skip
-                    b_rest -= b_w * b_a
-                    tl.store(p_along + (start + c) * (Q * H) + o_qh, b_a, mask=m_a)
-            tl.debug_barrier()
+                    b_mix += b_w[:, :, None] * b_vs[c].to(tl.float32)[None, :, :]
+            b_rest -= tl.sum(b_mix * b_g, axis=2)
         if null is not None:
             b_null = tl.load(null + o_qh, mask=m_qh, other=0.0)
             b_dnull += tl.where(m_qh, tl.exp(b_null - b_lse) * b_rest, 0.0)
-        if QP > 1:
+        if QP > 1 or CHUNK > BESIDE_QUERY:
             b_q = tl.load(p_q, mask=m_query, other=0.0, eviction_policy="evict_last")
 
-        for start in range(0, CHUNK if RESIDENT else num_sources, CHUNK):
+        for start in range(0, num_sources, CHUNK):
             if not RESIDENT:
                 b_vs, b_ks = load_sources(
                     values, keys, start, o_row, num_sources, o_v, m_v, o_k, m_k, D, R, KEYS, CHUNK,
                     False, ALIGNED,
                 )  # fmt: skip
+                b_as = inner_products(b_vs, b_g, CHUNK, 2)
             for c in tl.static_range(CHUNK):
                 i, m_i = start + c, start + c < num_sources
-                b_v, b_k = b_vs[c], b_ks[c]
-                if RESIDENT:
-                    b_a = b_as[c]
-                    b_w, b_dot, b_r = b_ws[c]
-                    if not KEEP:
-                        b_vs_again, b_ks_again = load_sources(
-                            values, keys, c, o_row, num_sources, o_v, m_v, o_k, m_k, D, R, KEYS, 1,
-                            True, ALIGNED,
-                        )  # fmt: skip
-                        b_v, b_k = b_vs_again[0], b_ks_again[0]
-                else:
-                    b_a = tl.load(p_along + i * (Q * H) + o_qh, mask=m_qh & m_i, other=0.0)
-                    b_w, b_dot, b_r = weight_of(
-                        dots, rstds, bias, b_lse, o_row, i, o_q, o_qh, m_qh & m_i, num_sources,
-                        scale, Q, COUNT, H,
-                    )  # fmt: skip
-                b_gz = b_w * (b_a + b_rest)
+                b_w, b_dot, b_r = weight_of(
+                    dots, rstds, bias, b_lse, o_row, i, o_q, o_qh, m_qh & m_i, num_sources,
+                    scale, Q, COUNT, H,
+                )  # fmt: skip
+                b_gz = b_w * (b_as[c] + b_rest)
                 p_gz = grad_logits
                 if grad_logits is not None:
                     p_gz = grad_logits + (o_row * num_sources + i) * (Q * H)
                     tl.store(p_gz + o_qh, b_gz, mask=m_qh & m_i)
                 b_dq += source_backward(
-                    b_v, b_k, b_g, b_q, b_w, b_gz, b_dot, b_r, scale, p_gz, i, m_i, o_row,
+                    b_vs[c], b_ks[c], b_g, b_q, b_w, b_gz, b_dot, b_r, scale, p_gz, i, m_i, o_row,
                     num_tokens, grad_values, grad_keys, o_q, o_v, m_v, o_k, m_k, m_query,
                     D, R, H, NORM, KEYS, KEY_HEADS_APART, ACCUMULATE,
                 )  # fmt: skip

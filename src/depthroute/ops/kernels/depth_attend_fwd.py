@@ -13,7 +13,8 @@ from torch import Tensor
 from depthroute.ops.kernels import tuning
 from depthroute.ops.kernels.layout import Layout, as_bias
 from depthroute.ops.kernels.results import Attended
-from depthroute.ops.kernels.sources import inverse_rms, load_sources, pack, tile_of
+from depthroute.ops.kernels.sources import key_tile_of, load_sources, pack, tile_of
+from depthroute.ops.kernels.sums import inner_products, inverse_rms_of
 from depthroute.ops.scores import ScoreRule
 
 
@@ -32,10 +33,10 @@ def depth_attend_fwd(
     if not at.T:
         return result
     launch = tuning.forward(at)
-    packed_values, packed_keys, aligned = pack(values, keys, launch)
+    packed = pack(values, keys, launch)
     depth_attend_fwd_kernel[(at.T if launch.resident else at.T * at.Q,)](
-        packed_values,
-        packed_keys,
+        packed.values,
+        packed.keys,
         query.float().contiguous(),
         as_bias(bias, at, values[0].shape[:-1]),
         None if null is None else null.contiguous(),
@@ -48,7 +49,7 @@ def depth_attend_fwd(
         **at.constants,
         CHUNK=launch.chunk,
         RESIDENT=launch.resident,
-        ALIGNED=aligned,
+        ALIGNED=packed.aligned,
         num_warps=launch.num_warps,
     )
     return result
@@ -69,6 +70,7 @@ def depth_attend_fwd_kernel(
     """
     pid = tl.program_id(0)
     if RESIDENT:
+        num_sources = CHUNK  # known to the compiler
         t, first, last = pid, 0, num_queries
     else:
         t, first = pid // num_queries, pid % num_queries
@@ -77,17 +79,15 @@ def depth_attend_fwd_kernel(
     o_h = tl.arange(0, HP)
     m_h = o_h < H
     o_v, m_v = tile_of(D, H, HP, BC)
-    o_k, m_k = tile_of(R, H, HP, BK)
+    o_k, m_k = key_tile_of(o_v, m_v, D, R, H, KEYS, HP, BK)
     if RESIDENT:
         b_vs, b_ks = load_sources(
             values, keys, 0, o_row, num_sources, o_v, m_v, o_k, m_k, D, R, KEYS, CHUNK, True,
             ALIGNED,
         )  # fmt: skip
-        b_rs = ()
+        b_rs = inverse_rms_of(b_vs, b_ks, eps, NORM, D, R, CHUNK)
         for c in tl.static_range(CHUNK):
-            b_r = inverse_rms(b_vs[c], b_ks[c], eps, NORM, D, R)
-            tl.store(rstds + o_row * num_sources + c, b_r)
-            b_rs = b_rs + (b_r,)
+            tl.store(rstds + o_row * num_sources + c, b_rs[c])
 
     for j in range(first, last):
         o_j = tl.cast(j, tl.int64)
@@ -99,22 +99,21 @@ def depth_attend_fwd_kernel(
             b_top = tl.load(null + j * H + o_h, mask=m_h, other=0.0)
             b_sum = tl.full([HP], 1.0, tl.float32)
         b_acc = tl.zeros([HP, BC], tl.float32)
-        for start in range(0, CHUNK if RESIDENT else num_sources, CHUNK):
+        for start in range(0, num_sources, CHUNK):
             if not RESIDENT:
                 b_vs, b_ks = load_sources(
                     values, keys, start, o_row, num_sources, o_v, m_v, o_k, m_k, D, R, KEYS, CHUNK,
                     False, ALIGNED,
                 )  # fmt: skip
+                b_rs = inverse_rms_of(b_vs, b_ks, eps, NORM, D, R, CHUNK)
+            b_dots = inner_products(b_ks, b_q, CHUNK, 1)
             b_zs = ()
             b_new = b_top
             for c in tl.static_range(CHUNK):
                 i = start + c
                 m_i = i < num_sources
-                b_dot = tl.sum(b_ks[c].to(tl.float32) * b_q, axis=1)
-                if RESIDENT:
-                    b_r = b_rs[c]
-                else:
-                    b_r = inverse_rms(b_vs[c], b_ks[c], eps, NORM, D, R)
+                b_dot, b_r = b_dots[c], b_rs[c]
+                if not RESIDENT:
                     tl.store(rstds + o_row * num_sources + i, b_r, mask=m_i & (j == 0))
                 p_dot = dots + ((o_row * num_sources + i) * num_queries + j) * H
                 tl.store(p_dot + o_h, b_dot, mask=m_h & m_i)

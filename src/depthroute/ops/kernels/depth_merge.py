@@ -18,7 +18,14 @@ from depthroute.ops.kernels.layout import (
     power_of_two,
 )
 from depthroute.ops.kernels.results import Merged, MergeGradients
-from depthroute.ops.kernels.sources import inverse_rms, num_programs, tile_of
+from depthroute.ops.kernels.sources import (
+    inverse_rms,
+    key_tile_of,
+    key_within,
+    num_programs,
+    tile_of,
+)
+from depthroute.ops.kernels.sums import sum_programs
 from depthroute.ops.scores import ScoreRule
 
 
@@ -122,10 +129,10 @@ def depth_merge_bwd(
         num_warps=launch.num_warps,
         maxnreg=launch.max_registers,
     )
-    return grads._replace(
-        query=grad_query.sum(0).to(query.dtype),
-        bias=None if bias is None else grad_logits.sum(-1).T.reshape(bias.shape),
-    )
+    sum_programs(grad_query, grads.query)
+    if bias is not None:
+        grads = grads._replace(bias=grad_logits.sum(-1).T.reshape(bias.shape))
+    return grads
 
 
 def _layout(value: Tensor, query: Tensor, key: Tensor | None, rule: ScoreRule) -> Layout:
@@ -145,7 +152,7 @@ def depth_merge_fwd_kernel(
     o_row = t.to(tl.int64)
     o_q, o_h = tl.arange(0, QP), tl.arange(0, HP)
     o_v, m_v = tile_of(D, H, HP, BC)
-    o_k, m_k = tile_of(R, H, HP, BK)
+    o_k, m_k = key_tile_of(o_v, m_v, D, R, H, KEYS, HP, BK)
     o_qh, m_qh = o_q[:, None] * H + o_h[None, :], (o_q < Q)[:, None] & (o_h < H)[None, :]
     o_j, m_j = o_q[:, None, None], (o_q < Q)[:, None, None]
     m_out = m_j & m_v[None, :, :]
@@ -154,7 +161,7 @@ def depth_merge_fwd_kernel(
     b_old = tl.load(p_old + o_v[None, :, :], mask=m_out, other=0.0).to(tl.float32)
     b_v = tl.load(value + o_row * stride_v + o_v, mask=m_v, other=0.0).to(tl.float32)
     if KEYS == "value":
-        b_k = b_v
+        b_k = key_within(b_v, m_k, D, R)
     else:
         o_tail = D - R if KEYS == "tail" else 0
         b_k = tl.load(key + o_row * stride_k + o_tail + o_k, mask=m_k, other=0.0).to(tl.float32)
@@ -198,7 +205,7 @@ def depth_merge_bwd_kernel(
     pid = tl.program_id(0)
     o_q, o_h = tl.arange(0, QP), tl.arange(0, HP)
     o_v, m_v = tile_of(D, H, HP, BC)
-    o_k, m_k = tile_of(R, H, HP, BK)
+    o_k, m_k = key_tile_of(o_v, m_v, D, R, H, KEYS, HP, BK)
     o_qh, m_qh = o_q[:, None] * H + o_h[None, :], (o_q < Q)[:, None] & (o_h < H)[None, :]
     o_j, m_j = o_q[:, None, None], (o_q < Q)[:, None, None]
     m_out = m_j & m_v[None, :, :]
@@ -217,7 +224,7 @@ def depth_merge_bwd_kernel(
         b_old = tl.load(p_old + o_v[None, :, :], mask=m_out, other=0.0).to(tl.float32)
         b_v = tl.load(value + o_row * stride_v + o_v, mask=m_v, other=0.0).to(tl.float32)
         if KEYS == "value":
-            b_k = b_v
+            b_k = key_within(b_v, m_k, D, R)
         else:
             o_tail = D - R if KEYS == "tail" else 0
             p_k = key + o_row * stride_k + o_tail

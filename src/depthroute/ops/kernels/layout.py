@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ class Layout(NamedTuple):
     """S sources of T tokens and width D, read by Q queries of rank R in H heads.
 
     A source is a tile `[HP, BC]`, its key a tile `[HP, BK]`: powers of two that cover
-    `[H, D / H]` and `[H, R / H]`.
+    `[H, D / H]` and `[H, R / H]`. Where a value's tile shows its key, that is the key's tile too.
     """
 
     S: int
@@ -29,7 +30,7 @@ class Layout(NamedTuple):
     R: int
     H: int
     norm: str
-    keys: str  # "value": a key is its whole value; "tail": columns of it; "separate"
+    keys: str  # "value": a key is columns of the value's tile; "tail": of the value; "separate"
 
     @classmethod
     def of(
@@ -41,17 +42,20 @@ class Layout(NamedTuple):
     ) -> "Layout":
         """Read the sizes off the arguments of a read."""
         width, (num_queries, rank) = values[0].shape[-1], query.shape
-        kind = "separate" if keys is not None else "value" if rank == width else "tail"
+        # several queries hold a tile each of what concerns keys: small ones, for a small rank
+        within = rank == width or (rule.heads == 1 and num_queries == 1)
+        kind = "separate" if keys is not None else "value" if within else "tail"
         tokens = math.prod(values[0].shape[:-1])  # `Size.numel` would fix it for a compiler
         return cls(len(values), tokens, num_queries, width, rank, rule.heads, rule.key_norm, kind)
 
     @property
     def tile(self) -> tuple[int, int, int]:
         """HP, BC, BK."""
+        key_width = self.D if self.keys == "value" else self.R
         return (
             power_of_two(self.H),
             power_of_two(self.D // self.H),
-            power_of_two(self.R // self.H),
+            power_of_two(key_width // self.H),
         )
 
     @property
@@ -72,20 +76,27 @@ class Layout(NamedTuple):
     @property
     def constants(self) -> dict[str, int | str]:
         """Compile-time constants of every kernel."""
-        names = ("D", "R", "H", "NORM", "KEYS", "HP", "BC", "BK")
-        return dict(
-            zip(names, (self.D, self.R, self.H, self.norm, self.keys, *self.tile), strict=True)
-        )
+        return _constants(self)
+
+
+@lru_cache
+def _constants(at: Layout) -> dict[str, int | str]:
+    names = ("D", "R", "H", "NORM", "KEYS", "HP", "BC", "BK")
+    return dict(zip(names, (at.D, at.R, at.H, at.norm, at.keys, *at.tile), strict=True))
 
 
 def as_rows(x: Tensor) -> Tensor:
     """View `[*b, width]` as `[T, width]` with contiguous columns, without a copy if it can."""
+    if x.ndim == 2 and x.is_contiguous():
+        return x
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 
 def as_query_rows(x: Tensor) -> Tensor:
     """View `[Q, *b, width]` as `[Q, T, width]` with contiguous columns, like `as_rows`."""
+    if x.ndim == 3 and x.is_contiguous():
+        return x
     rows = x.reshape(x.shape[0], x.shape[1:-1].numel(), x.shape[-1])
     return rows if rows.stride(2) == 1 or rows.shape[2] == 1 else rows.contiguous()
 
@@ -97,6 +108,11 @@ class Bias(NamedTuple):
     query: int
     source: int
     token: int
+
+
+def of_queries(x: Tensor | None, axis: int, first: int, count: int) -> Tensor | None:
+    """Cut some queries out of an axis of queries; all of them cost nothing."""
+    return x if x is None or count == x.shape[axis] else x.narrow(axis, first, count)
 
 
 def as_bias(bias: Tensor | None, layout: Layout, batch: torch.Size) -> Bias | None:

@@ -1,6 +1,7 @@
 """Sources as the kernels take them: their own rows, by pointer and stride, never a copy."""
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -16,41 +17,49 @@ TABLE_STEP = 64
 
 
 class Sources(NamedTuple):
-    """S sources `[T, width]` with contiguous columns.
+    """S sources of T rows with contiguous columns.
 
     Known to the compiler one by one (tuples), or read from tables in memory: one compiled kernel
     then serves any number.
     """
 
     rows: Any  # S tensors, or int64 addresses
-    strides: Any  # S row strides in elements, or int64 of them
+    strides: Any  # row strides in elements: one of all tensors, S of them, or int64 of them
     like: Tensor | None  # gives the dtype behind an address
 
 
-def pack(
-    values: Sequence[Tensor], keys: Sequence[Tensor] | None, launch: Launch
-) -> tuple[Sources, Sources | None, bool]:
-    """Return values, separate keys, and whether all rows start at a multiple of 16 bytes."""
-    value_rows = [as_rows(value) for value in values]
-    key_rows = None if keys is None else [as_rows(key) for key in keys]
-    aligned = all(
-        x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
-        for x in (*value_rows, *(key_rows or ()))
-    )
-    return (
-        _pack(value_rows, launch),
-        None if key_rows is None else _pack(key_rows, launch),
-        aligned,
-    )
+class Packed(NamedTuple):
+    """Sources and separate keys of a launch; to be kept until the kernel has been launched."""
+
+    values: Sources
+    keys: Sources | None
+    aligned: bool  # whether all rows start at a multiple of 16 bytes
+    rows: list[Tensor]  # what the addresses in tables point to: some are copies
 
 
-def _pack(rows: list[Tensor], launch: Launch) -> Sources:
+def pack(values: Sequence[Tensor], keys: Sequence[Tensor] | None, launch: Launch) -> Packed:
+    """Pack what a kernel reads."""
+    packed, aligned, rows = _pack(values, launch)
+    if keys is None:
+        return Packed(packed, None, aligned, [*rows])
+    packed_keys, aligned_keys, key_rows = _pack(keys, launch)
+    return Packed(packed, packed_keys, aligned and aligned_keys, [*rows, *key_rows])
+
+
+def _pack(sources: Sequence[Tensor], launch: Launch) -> tuple[Sources, bool, tuple[Tensor, ...]]:
     """Return rows as tuples, or as tables that repeat the last one up to a full chunk."""
-    strides = [x.stride(0) for x in rows]
-    if launch.resident:
-        return Sources(tuple(rows), tuple(strides), None)
-    padding = -len(rows) % launch.chunk
+    width, itemsize = sources[0].shape[-1], sources[0].element_size()
+    if all(x.is_contiguous() for x in sources):  # most often; then they need not become matrices
+        rows, strides = tuple(sources), (width,)
+    else:
+        rows = tuple(as_rows(x) for x in sources)
+        strides = tuple(x.stride(0) for x in rows)
     addresses = [x.data_ptr() for x in rows]
+    aligned = not any(x % 16 for x in addresses) and not any(n * itemsize % 16 for n in strides)
+    if launch.resident:
+        return Sources(rows, strides, None), aligned, rows
+    padding = -len(rows) % launch.chunk
+    strides *= len(rows) // len(strides)
     numbers = [*addresses, *addresses[-1:] * padding, *strides, *strides[-1:] * padding]
     table = torch.empty(len(numbers), dtype=torch.int64, device=rows[0].device)
     for start in range(0, len(numbers), TABLE_STEP):
@@ -58,15 +67,19 @@ def _pack(rows: list[Tensor], launch: Launch) -> Sources:
         repeated = part[-1:] * (TABLE_STEP - len(part))
         fill_table_kernel[(1,)](table[start:], (*part, *repeated), len(part), TABLE_STEP)
     half = len(numbers) // 2
-    return Sources(table[:half], table[half:], rows[0])
+    return Sources(table[:half], table[half:], rows[0]), aligned, rows
 
 
 def num_programs(num_tokens: int, per_processor: int, device: torch.device) -> int:
     """Return how many programs share the tokens of a kernel that loops over them."""
     if device.type == "cpu":  # the interpreter
         return min(num_tokens, 3)
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return min(num_tokens, processors * per_processor)
+    return min(num_tokens, _num_processors(device) * per_processor)
+
+
+@cache
+def _num_processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit
@@ -81,7 +94,7 @@ def fill_table_kernel(table, numbers, count, STEP: tl.constexpr):
 def row_pointer(sources, i, o_row, RESIDENT: tl.constexpr, ALIGNED: tl.constexpr):
     """Return where row `o_row` of source i starts."""
     if RESIDENT:
-        p_row = sources.rows[i] + o_row * sources.strides[i]
+        p_row = sources.rows[i] + o_row * sources.strides[i if len(sources.strides) > 1 else 0]
     else:
         p_first = tl.load(sources.rows + i).to(sources.like.dtype)
         p_row = p_first + o_row * tl.load(sources.strides + i)
@@ -95,6 +108,26 @@ def tile_of(WIDTH: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, BP: tl.const
     """Return the offsets and the mask of a tile `[HP, BP]` that covers a row in H heads."""
     o_h, o_c = tl.arange(0, HP)[:, None], tl.arange(0, BP)[None, :]
     return o_h * (WIDTH // H) + o_c, (o_h < H) & (o_c < WIDTH // H)
+
+
+@triton.jit
+def key_tile_of(
+    o_v, m_v, D: tl.constexpr, R: tl.constexpr, H: tl.constexpr,
+    KEYS: tl.constexpr, HP: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Return the offsets and the mask of a key's tile `[HP, BK]`, from those of a value's."""
+    if KEYS == "value":
+        o_k = o_v - (D - R)
+        m_k = m_v if D == R else m_v & (o_k >= 0)
+    else:
+        o_k, m_k = tile_of(R, H, HP, BK)
+    return o_k, m_k
+
+
+@triton.jit
+def key_within(b_v, m_k, D: tl.constexpr, R: tl.constexpr):
+    """Return the key's tile of a value that shows it: zero outside of the last R columns."""
+    return b_v if D == R else tl.where(m_k, b_v, 0.0)
 
 
 @triton.jit
@@ -120,7 +153,9 @@ def load_sources(
     """Load the tiles of values `[H, D / H]` and keys `[H, R / H]` of some sources at one token."""
     b_vs = load_rows(values, start, o_row, num_sources, o_v, m_v, CHUNK, RESIDENT, ALIGNED)
     if KEYS == "value":
-        b_ks = b_vs
+        b_ks = ()
+        for c in tl.static_range(CHUNK):
+            b_ks = b_ks + (key_within(b_vs[c], m_k, D, R),)
     elif KEYS == "tail":
         o_tail = o_k + (D - R)
         b_ks = load_rows(values, start, o_row, num_sources, o_tail, m_k, CHUNK, RESIDENT, ALIGNED)
