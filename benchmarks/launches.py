@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import torch
 from reads import SHAPES, Shape, arguments
-from timing import copy_ms, environment, graph_ms
+from timing import copy_header, environment, floor_ms, graph_ms
 
 from depthroute.ops import checks
 from depthroute.ops.kernels import tuning
@@ -69,13 +69,13 @@ def candidates(which: str, at: Layout) -> Iterator[Launch]:
         yield from (Launch(*shape) for shape in shapes)
         return
     queries = tuning.backward(at).queries
-    for (num_warps, chunk, held), programs, stages in product(shapes, PROGRAMS, (1, 2)):
+    for (num_warps, chunk, held), programs in product(shapes, PROGRAMS):
         registers = min(255, REGISTERS // (programs * num_warps * 32) // 8 * 8)
         per_number = registers * num_warps * 32 / (at.value_tile * (3 * queries + chunk / 2))
         if registers < 64 or per_number < 0.9 or programs * num_warps < (4 if held else 8):
             continue
-        for keep in (False, True) if held and stages == 1 else (held,):
-            yield Launch(num_warps, chunk, held, keep, programs, registers, queries, stages)
+        for stages in (1, 2) if held else (1,):
+            yield Launch(num_warps, chunk, held, programs, registers, queries, stages)
 
 
 PROGRAMS = (1, 2, 3, 4, 6, 8, 10, 12, 16)  # to a processor
@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=min(14, os.cpu_count() or 1))
     parser.add_argument("--best", type=int, default=6, help="candidates to print for each pass")
     options = parser.parse_args()
-    print(json.dumps(environment()), flush=True)
+    print(json.dumps(environment() | copy_header()), flush=True)
     jobs = []
     for index in options.shapes:
         at = Case(SHAPES[index]._replace(tokens=64)).layout
@@ -108,7 +108,7 @@ def main() -> None:
     for index in options.shapes:
         case = Case(SHAPES[index])
         for which, launch_pass in case.passes.items():
-            floor, rows = copy_ms(case.least_bytes[which]), []
+            floor, rows = floor_ms(case.least_bytes[which]), []
             rule = getattr(tuning, which)(case.layout)
             for launch in [job[2] for job in jobs if job[:2] == (index, which)]:
                 with patch.object(tuning, which, lambda at, launch=launch: launch):

@@ -2,7 +2,7 @@
 
 A read must move each source once, and its output; the backward pass each source, each source's
 gradient and the output's. Every row is checked against the oracle before it is timed.
-One JSON object a line; `floor` is the measured time of a copy of the least bytes.
+One JSON object a line; `floor` is the time of the least bytes at the best rate of a copy.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from timing import copy_ms, eager_ms, environment, graph_ms, kernels_us
+from timing import copy_header, eager_ms, environment, floor_ms, graph_ms, kernels_us
 from torch import Tensor
 
 from depthroute.ops import depth_attend, depth_merge, use_backend
@@ -109,7 +109,7 @@ def rows(
     out_shape = (shape.queries, shape.tokens, shape.width)
     out_dtype = shape.out_dtype if shape.sources else torch.bfloat16
     grad = torch.randn(out_shape, device="cuda").to(out_dtype)
-    floors = [copy_ms(num_bytes) for num_bytes in shape.least_bytes]
+    floors = [floor_ms(num_bytes) for num_bytes in shape.least_bytes]
     for name in implementations:
         started = time.perf_counter()
         op: Any = torch.compile(read, fullgraph=True) if "compiled" in name else read
@@ -147,9 +147,7 @@ def main() -> None:
     parser.add_argument("--shapes", type=int, nargs="+", help="indices; all by default")
     parser.add_argument("--profile", action="store_true", help="also the time of each kernel")
     options = parser.parse_args()
-    copied = 2**31
-    header = environment() | {"copy_gb_per_s": round(copied / copy_ms(copied) / 1e6)}
-    print(json.dumps(header), file=options.out, flush=True)
+    print(json.dumps(environment() | copy_header()), file=options.out, flush=True)
     for i, shape in enumerate(SHAPES):
         if options.shapes and i not in options.shapes:
             continue

@@ -9,6 +9,13 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
+
+PADS = (0, 4, 12, 68, 516)  # KiB between source and target
+COPIES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "driver": lambda source, target: target.copy_(source),
+    "kernel": lambda source, target: torch.neg(source, out=target),
+}
 
 
 def environment() -> dict[str, Any]:
@@ -55,11 +62,38 @@ def eager_ms(function: Callable[[], Any], repeats: int = 20, rounds: int = 5) ->
 
 
 @cache
-def copy_ms(num_bytes: int) -> float:
-    """Return the time to move so many bytes by a copy, half of them read and half written."""
-    source = torch.empty(num_bytes // 4, dtype=torch.bfloat16, device="cuda")
-    target = torch.empty_like(source)
-    return graph_ms(lambda: target.copy_(source))
+def copy_rates() -> dict[str, list[float]]:
+    """Return the bytes that copies of some sizes move in a second, in TB, one for each of PADS.
+
+    By the driver and by an elementwise kernel, with several distances between source and target:
+    single copies of one device differed by half.
+    """
+    rates = {}
+    for mebibytes in (96, 192, 288, 480):  # of the source
+        size, pads = mebibytes * 2**20, [pad * 1024 for pad in PADS]
+        memory = torch.ones(2 * size + max(pads), dtype=torch.uint8, device="cuda")
+        numbers = memory.view(torch.bfloat16)
+        for way, write in COPIES.items():
+            times = []
+            for pad in pads:
+                source, target = numbers[: size // 2], numbers[(size + pad) // 2 :][: size // 2]
+                times.append(graph_ms(lambda s=source, t=target, w=write: w(s, t), repeats=10))
+            rates[f"{way}, {mebibytes} MiB"] = [round(2 * size / t / 1e9, 3) for t in times]
+    return rates
+
+
+def copy_header() -> dict[str, Any]:
+    """Return what the floors rest on, for the first line of a result."""
+    return {"copy_tb_per_s": _best_rate(), "copy_rates": copy_rates()}
+
+
+def floor_ms(num_bytes: int) -> float:
+    """Return the time to move so many bytes, read or written, at the best rate of a copy."""
+    return num_bytes / _best_rate() / 1e9
+
+
+def _best_rate() -> float:
+    return max(rate for row in copy_rates().values() for rate in row)
 
 
 def kernels_us(function: Callable[[], Any], calls: int = 5) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import weakref
 from typing import Any
 
 import pytest
@@ -92,6 +93,42 @@ def test_sources_of_different_strides_and_alignments() -> None:
     assert_all_close(
         depth_attend(values, query), literal_read(torch.stack(values), query)[:2], ["out", "lse"]
     )
+
+
+@pytest.mark.parametrize("num_sources", [3, 18])
+def test_copies_of_rows_live_until_the_launch(
+    num_sources: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A table knows them by their addresses alone."""
+    from depthroute.ops.kernels import depth_attend_bwd, depth_attend_fwd, layout, sources
+
+    copies: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
+    def as_rows(x: Tensor) -> Tensor:
+        rows = layout.as_rows(x)
+        copies.append(weakref.ref(rows))
+        return rows
+
+    class Counted:
+        """Counts the copies that are left when a kernel is launched."""
+
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: Any) -> Any:
+            alive.append(sum(copy() is not None for copy in copies))
+            copies.clear()
+            return self.kernel[grid]
+
+    monkeypatch.setattr(sources, "as_rows", as_rows)
+    for module in (depth_attend_fwd, depth_attend_bwd):
+        name = f"{module.__name__.rpartition('.')[2]}_kernel"
+        monkeypatch.setattr(module, name, Counted(getattr(module, name)))
+    base = torch.randn(num_sources, 3, 12, requires_grad=True)
+    values, keys = (base[..., first::2].unbind(0) for first in (0, 1))
+    depth_attend(values, torch.randn(1, 6), keys=keys)[0].sum().backward()
+    assert alive == [2 * num_sources] * 2
 
 
 @pytest.mark.parametrize("num_sources", [2, 17])

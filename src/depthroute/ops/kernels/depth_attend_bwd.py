@@ -25,8 +25,8 @@ from depthroute.ops.kernels.sources import (
 from depthroute.ops.kernels.sums import inner_products, sum_programs
 from depthroute.ops.scores import ScoreRule
 
-# so many resident sources have their weights kept in registers between the passes
-KEEP_WEIGHTS = tl.constexpr(9)
+# sources that a program can hold in registers beside the query; beside more, it is read per token
+BESIDE_QUERY = tl.constexpr(8)
 
 
 def depth_attend_bwd(
@@ -53,7 +53,7 @@ def depth_attend_bwd(
         )
     launch = tuning.backward(at)
     programs = num_programs(at.T, launch.programs, query.device)
-    packed_values, packed_keys, aligned = pack(values, keys, launch)
+    packed = pack(values, keys, launch)
     upstream, query_rows = as_query_rows(grad_out), query.float().contiguous()
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
     null = None if null is None else null.contiguous()
@@ -67,8 +67,8 @@ def depth_attend_bwd(
         depth_attend_bwd_kernel[(programs,)](
             of_queries(upstream, 0, *group),
             of_queries(grad_lse, 0, *group),
-            packed_values,
-            packed_keys,
+            packed.values,
+            packed.keys,
             of_queries(query_rows, 0, *group),
             flat_bias and flat_bias._replace(data=of_queries(flat_bias.data, 0, *group)),
             of_queries(null, 0, *group),
@@ -91,9 +91,8 @@ def depth_attend_bwd(
             KEY_HEADS_APART=at.key_heads_apart,
             CHUNK=launch.chunk,
             RESIDENT=launch.resident,
-            KEEP=launch.keep,
             STAGES=launch.stages,
-            ALIGNED=aligned,
+            ALIGNED=packed.aligned,
             num_warps=launch.num_warps,
             maxnreg=launch.max_registers,
         )
@@ -141,16 +140,18 @@ def depth_attend_bwd_kernel(
     D: tl.constexpr, R: tl.constexpr, H: tl.constexpr, NORM: tl.constexpr, KEYS: tl.constexpr,
     HP: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
     KEY_HEADS_APART: tl.constexpr,
-    CHUNK: tl.constexpr, RESIDENT: tl.constexpr, KEEP: tl.constexpr, ALIGNED: tl.constexpr,
-    STAGES: tl.constexpr,
+    CHUNK: tl.constexpr, RESIDENT: tl.constexpr, STAGES: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Loop over tokens; what every logit's gradient needs of all sources comes before the rest.
 
     That is `<grad, out>`. Resident sources give it by the inner products that each needs anyway.
-    Others are read twice, the second time from a cache: first they are mixed again.
+    Others are read twice, the second time from a cache: first they are mixed again. Weights are
+    computed twice as well, and not held between.
     The query's gradient stays in registers, one row for each program: summed in a fixed order, no
     two runs differ.
     """
+    if RESIDENT:
+        num_sources = CHUNK  # known to the compiler
     pid = tl.program_id(0)
     o_q, o_h = tl.arange(0, QP), tl.arange(0, HP)
     o_v, m_v = tile_of(D, H, HP, BC)
@@ -165,12 +166,12 @@ def depth_attend_bwd_kernel(
     else:
         p_q = query + o_j * R + (o_v - (D - R))[None, :, :]
         m_query = m_g & (o_v >= D - R)[None, :, :]
-    if QP == 1:
+    if QP == 1 and CHUNK <= BESIDE_QUERY:
         b_q = tl.load(p_q, mask=m_query, other=0.0)
     b_dq = tl.zeros([QP, HP, BK], tl.float32)
     b_dnull = tl.zeros([QP, HP], tl.float32)
 
-    for t in tl.range(pid, num_tokens, tl.num_programs(0), num_stages=STAGES if RESIDENT else 1):
+    for t in tl.range(pid, num_tokens, tl.num_programs(0), num_stages=STAGES):
         o_row = tl.cast(t, tl.int64)
         b_g = tl.load(grad_out + o_row * stride_g_token + o_g, mask=m_g, other=0.0).to(tl.float32)
         o_lse = (o_q.to(tl.int64)[:, None] * num_tokens + o_row) * H + o_h[None, :]
@@ -184,17 +185,16 @@ def depth_attend_bwd_kernel(
                 values, keys, 0, o_row, num_sources, o_v, m_v, o_k, m_k, D, R, KEYS, CHUNK, True,
                 ALIGNED,
             )  # fmt: skip
-            b_as, b_ws = inner_products(b_vs, b_g, CHUNK, 2), ()
+            b_as = inner_products(b_vs, b_g, CHUNK, 2)
             for c in tl.static_range(CHUNK):
                 b_w, b_dot, b_r = weight_of(
                     dots, rstds, bias, b_lse, o_row, c, o_q, o_qh, m_qh, num_sources, scale,
                     Q, COUNT, H,
                 )  # fmt: skip
                 b_rest -= b_w * b_as[c]
-                b_ws = b_ws + ((b_w, b_dot, b_r),)
         else:
             b_mix = tl.zeros([QP, HP, BC], tl.float32)
-            for start in tl.range(0, num_sources, CHUNK, num_stages=STAGES):
+            for start in range(0, num_sources, CHUNK):
                 b_vs = load_rows(values, start, o_row, num_sources, o_v, m_v, CHUNK, False, ALIGNED)
                 for c in tl.static_range(CHUNK):
                     b_w, b_dot, b_r = weight_of(
@@ -206,10 +206,10 @@ def depth_attend_bwd_kernel(
         if null is not None:
             b_null = tl.load(null + o_qh, mask=m_qh, other=0.0)
             b_dnull += tl.where(m_qh, tl.exp(b_null - b_lse) * b_rest, 0.0)
-        if QP > 1:
+        if QP > 1 or CHUNK > BESIDE_QUERY:
             b_q = tl.load(p_q, mask=m_query, other=0.0, eviction_policy="evict_last")
 
-        for start in tl.range(0, CHUNK if RESIDENT else num_sources, CHUNK, num_stages=STAGES):
+        for start in range(0, num_sources, CHUNK):
             if not RESIDENT:
                 b_vs, b_ks = load_sources(
                     values, keys, start, o_row, num_sources, o_v, m_v, o_k, m_k, D, R, KEYS, CHUNK,
@@ -218,27 +218,17 @@ def depth_attend_bwd_kernel(
                 b_as = inner_products(b_vs, b_g, CHUNK, 2)
             for c in tl.static_range(CHUNK):
                 i, m_i = start + c, start + c < num_sources
-                b_v, b_k = b_vs[c], b_ks[c]
-                if RESIDENT and CHUNK <= KEEP_WEIGHTS:
-                    b_w, b_dot, b_r = b_ws[c]
-                if RESIDENT and not KEEP:
-                    b_vs_again, b_ks_again = load_sources(
-                        values, keys, c, o_row, num_sources, o_v, m_v, o_k, m_k, D, R, KEYS, 1,
-                        True, ALIGNED,
-                    )  # fmt: skip
-                    b_v, b_k = b_vs_again[0], b_ks_again[0]
-                if not RESIDENT or CHUNK > KEEP_WEIGHTS:
-                    b_w, b_dot, b_r = weight_of(
-                        dots, rstds, bias, b_lse, o_row, i, o_q, o_qh, m_qh & m_i, num_sources,
-                        scale, Q, COUNT, H,
-                    )  # fmt: skip
+                b_w, b_dot, b_r = weight_of(
+                    dots, rstds, bias, b_lse, o_row, i, o_q, o_qh, m_qh & m_i, num_sources,
+                    scale, Q, COUNT, H,
+                )  # fmt: skip
                 b_gz = b_w * (b_as[c] + b_rest)
                 p_gz = grad_logits
                 if grad_logits is not None:
                     p_gz = grad_logits + (o_row * num_sources + i) * (Q * H)
                     tl.store(p_gz + o_qh, b_gz, mask=m_qh & m_i)
                 b_dq += source_backward(
-                    b_v, b_k, b_g, b_q, b_w, b_gz, b_dot, b_r, scale, p_gz, i, m_i, o_row,
+                    b_vs[c], b_ks[c], b_g, b_q, b_w, b_gz, b_dot, b_r, scale, p_gz, i, m_i, o_row,
                     num_tokens, grad_values, grad_keys, o_q, o_v, m_v, o_k, m_k, m_query,
                     D, R, H, NORM, KEYS, KEY_HEADS_APART, ACCUMULATE,
                 )  # fmt: skip

@@ -33,10 +33,10 @@ def depth_attend_fwd(
     if not at.T:
         return result
     launch = tuning.forward(at)
-    packed_values, packed_keys, aligned = pack(values, keys, launch)
+    packed = pack(values, keys, launch)
     depth_attend_fwd_kernel[(at.T if launch.resident else at.T * at.Q,)](
-        packed_values,
-        packed_keys,
+        packed.values,
+        packed.keys,
         query.float().contiguous(),
         as_bias(bias, at, values[0].shape[:-1]),
         None if null is None else null.contiguous(),
@@ -49,7 +49,7 @@ def depth_attend_fwd(
         **at.constants,
         CHUNK=launch.chunk,
         RESIDENT=launch.resident,
-        ALIGNED=aligned,
+        ALIGNED=packed.aligned,
         num_warps=launch.num_warps,
     )
     return result
@@ -70,6 +70,7 @@ def depth_attend_fwd_kernel(
     """
     pid = tl.program_id(0)
     if RESIDENT:
+        num_sources = CHUNK  # known to the compiler
         t, first, last = pid, 0, num_queries
     else:
         t, first = pid // num_queries, pid % num_queries
@@ -98,7 +99,7 @@ def depth_attend_fwd_kernel(
             b_top = tl.load(null + j * H + o_h, mask=m_h, other=0.0)
             b_sum = tl.full([HP], 1.0, tl.float32)
         b_acc = tl.zeros([HP, BC], tl.float32)
-        for start in range(0, CHUNK if RESIDENT else num_sources, CHUNK):
+        for start in range(0, num_sources, CHUNK):
             if not RESIDENT:
                 b_vs, b_ks = load_sources(
                     values, keys, start, o_row, num_sources, o_v, m_v, o_k, m_k, D, R, KEYS, CHUNK,

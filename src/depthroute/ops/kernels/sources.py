@@ -28,18 +28,25 @@ class Sources(NamedTuple):
     like: Tensor | None  # gives the dtype behind an address
 
 
-def pack(
-    values: Sequence[Tensor], keys: Sequence[Tensor] | None, launch: Launch
-) -> tuple[Sources, Sources | None, bool]:
-    """Return values, separate keys, and whether all rows start at a multiple of 16 bytes."""
-    packed_values, aligned = _pack(values, launch)
+class Packed(NamedTuple):
+    """Sources and separate keys of a launch; to be kept until the kernel has been launched."""
+
+    values: Sources
+    keys: Sources | None
+    aligned: bool  # whether all rows start at a multiple of 16 bytes
+    rows: list[Tensor]  # what the addresses in tables point to: some are copies
+
+
+def pack(values: Sequence[Tensor], keys: Sequence[Tensor] | None, launch: Launch) -> Packed:
+    """Pack what a kernel reads."""
+    packed, aligned, rows = _pack(values, launch)
     if keys is None:
-        return packed_values, None, aligned
-    packed_keys, aligned_keys = _pack(keys, launch)
-    return packed_values, packed_keys, aligned and aligned_keys
+        return Packed(packed, None, aligned, [*rows])
+    packed_keys, aligned_keys, key_rows = _pack(keys, launch)
+    return Packed(packed, packed_keys, aligned and aligned_keys, [*rows, *key_rows])
 
 
-def _pack(sources: Sequence[Tensor], launch: Launch) -> tuple[Sources, bool]:
+def _pack(sources: Sequence[Tensor], launch: Launch) -> tuple[Sources, bool, tuple[Tensor, ...]]:
     """Return rows as tuples, or as tables that repeat the last one up to a full chunk."""
     width, itemsize = sources[0].shape[-1], sources[0].element_size()
     if all(x.is_contiguous() for x in sources):  # most often; then they need not become matrices
@@ -50,7 +57,7 @@ def _pack(sources: Sequence[Tensor], launch: Launch) -> tuple[Sources, bool]:
     addresses = [x.data_ptr() for x in rows]
     aligned = not any(x % 16 for x in addresses) and not any(n * itemsize % 16 for n in strides)
     if launch.resident:
-        return Sources(rows, strides, None), aligned
+        return Sources(rows, strides, None), aligned, rows
     padding = -len(rows) % launch.chunk
     strides *= len(rows) // len(strides)
     numbers = [*addresses, *addresses[-1:] * padding, *strides, *strides[-1:] * padding]
@@ -60,7 +67,7 @@ def _pack(sources: Sequence[Tensor], launch: Launch) -> tuple[Sources, bool]:
         repeated = part[-1:] * (TABLE_STEP - len(part))
         fill_table_kernel[(1,)](table[start:], (*part, *repeated), len(part), TABLE_STEP)
     half = len(numbers) // 2
-    return Sources(table[:half], table[half:], rows[0]), aligned
+    return Sources(table[:half], table[half:], rows[0]), aligned, rows
 
 
 def num_programs(num_tokens: int, per_processor: int, device: torch.device) -> int:

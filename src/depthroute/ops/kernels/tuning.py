@@ -6,13 +6,15 @@ from typing import NamedTuple
 from depthroute.ops.kernels.layout import Layout, power_of_two
 
 # up to here a program is compiled for the number of sources, and loads all of a token's at once
-FORWARD_RESIDENT, BACKWARD_RESIDENT = 16, 9
+FORWARD_RESIDENT, FORWARD_RESIDENT_OF_SEVERAL, BACKWARD_RESIDENT = 6, 16, 9
 # numbers that a warp holds in registers beside addresses and scalars, of 32 * 255: fewer with many
 # sources, which have scalars each
 WARP_NUMBERS = {"sources": 6 * 1024, "queries": 7 * 1024}
-# numbers that a program holds at most, and that all programs of a processor hold with 768 others
-# each, of 65536 registers
-PROGRAM_NUMBERS, PROCESSOR_NUMBERS, REGISTERS = 54 * 1024, 55 * 1024, 65536
+# numbers that a program holds at most, and that all programs of a processor hold with OTHERS each,
+# of 65536 registers
+PROGRAM_NUMBERS, PROCESSOR_NUMBERS, OTHERS, REGISTERS = 54 * 1024, 55 * 1024, 1280, 65536
+# widest source that is loaded a token ahead: through shared memory, 45 KiB for nine in float32
+AHEAD_TILE = 1024
 
 
 class Launch(NamedTuple):
@@ -21,19 +23,21 @@ class Launch(NamedTuple):
     num_warps: int
     chunk: int  # sources whose loads are in flight together
     resident: bool  # the chunk is all of the sources
-    keep: bool = False  # the second pass finds them in registers, not in the L1 cache
     # for programs that loop over tokens: so many to a processor, with registers for all of them
     programs: int = 1
     max_registers: int | None = None
     queries: int = 1  # those of one launch
-    stages: int = 1  # tokens whose loads are in flight
+    stages: int = 1  # 2: the next token's sources are loaded while this one's are used
 
 
 @lru_cache
 def forward(at: Layout) -> Launch:
     """Choose the launch of the forward pass."""
-    resident = at.S <= FORWARD_RESIDENT
-    chunk = at.S if resident else 4
+    if at.Q == 1:
+        resident, few = at.S <= FORWARD_RESIDENT, 2
+    else:
+        resident, few = at.S <= FORWARD_RESIDENT_OF_SEVERAL, 4
+    chunk = at.S if resident else few
     held = chunk * _source(at) + at.value_tile + at.key_tile
     return Launch(_warps(held, 7 * 1024), chunk, resident)
 
@@ -41,17 +45,21 @@ def forward(at: Layout) -> Launch:
 @lru_cache
 def backward(at: Layout) -> Launch:
     """Choose the launch of the backward pass: queries in groups that fit, most often one."""
-    resident = at.S <= BACKWARD_RESIDENT and at.Q == 1
-    chunk = at.S if resident else 2
     # a query comes with its gradient and that of the output
     one = at.value_tile + at.key_tile + max(at.value_tile * (at.keys != "separate"), at.key_tile)
-    queries = power_of_two(at.Q)
-    while queries > 1 and chunk * _source(at) + queries * one > PROGRAM_NUMBERS:
-        queries //= 2
-    held = chunk * _source(at) + queries * one
-    return _looping(held, chunk, resident, "sources" if at.Q == 1 else "queries")._replace(
-        queries=queries
-    )
+    if at.Q > 1:
+        queries = power_of_two(at.Q)
+        while queries > 1 and 2 * _source(at) + queries * one > PROGRAM_NUMBERS:
+            queries //= 2
+        launch = _looping(2 * _source(at) + queries * one, 2, False, "queries")
+        return launch._replace(queries=queries)
+    if at.S <= BACKWARD_RESIDENT and at.S * _source(at) + one <= PROGRAM_NUMBERS:
+        launch = _looping(at.S * _source(at) + one, at.S, True, "sources")
+        # heads may pass numbers through memory, where a load ahead would come too early
+        ahead = at.keys == "value" and at.H == 1 and at.value_tile <= AHEAD_TILE
+        return launch._replace(stages=2 if ahead else 1)
+    chunk = 4 if 4 * _source(at) + one <= PROGRAM_NUMBERS else 2
+    return _looping(chunk * _source(at) + one, chunk, False, "sources")
 
 
 @lru_cache
@@ -81,6 +89,6 @@ def _warps(numbers: int, of_a_warp: int) -> int:
 def _looping(numbers: int, chunk: int, resident: bool, kind: str) -> Launch:
     """Fill a processor: a program too many would start when the others end."""
     num_warps = _warps(numbers, WARP_NUMBERS[kind])
-    programs = max(1, min(PROCESSOR_NUMBERS // (numbers + 768), 16 // num_warps))
+    programs = max(1, min(PROCESSOR_NUMBERS // (numbers + OTHERS), 16 // num_warps))
     registers = min(255, REGISTERS // (programs * num_warps * 32) // 8 * 8)
-    return Launch(num_warps, chunk, resident, False, programs, registers)
+    return Launch(num_warps, chunk, resident, programs, registers)
