@@ -37,6 +37,7 @@ def read_ahead_fwd(given: BlockRead) -> ReadAhead:
         given.norm_eps or 0.0,
         NORM_FIRST=given.norm_eps is not None,
         SP=power_of_two(at.S),
+        BD=power_of_two(at.D),
         **at.constants,
         num_warps=block_layout.ahead_forward(at).num_warps,
     )
