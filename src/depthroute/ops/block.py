@@ -9,10 +9,9 @@ CUDA each of them is one kernel. Elsewhere they are composed of `depth_attend`, 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from depthroute.ops import backend, checks
+from depthroute.ops import backend
 from depthroute.ops.depth_attend import depth_attend
 from depthroute.ops.depth_merge import depth_merge
 from depthroute.ops.rms_norm import rms_eps

@@ -73,7 +73,9 @@ class _ReadAhead(torch.autograd.Function):
         num = len(query)
         like = values[0]
         grad_outs = [torch.zeros_like(like) if g is None else g for g in grads[:num]]
-        grad_lses = [logits.new_zeros(like.shape[:-1]) if g is None else g for g in grads[num : 2 * num]]
+        grad_lses = [
+            logits.new_zeros(like.shape[:-1]) if g is None else g for g in grads[num : 2 * num]
+        ]
         # the first read may have no site; all others have
         slots = grads[2 * num + (norm_eps is not None) : 3 * num]
         slots = [g for g in slots if g is not None]
@@ -142,9 +144,7 @@ class _Site(torch.autograd.Function):
         )
 
 
-def _all_or_none(
-    grads: tuple[Tensor | None, ...], like: list[Tensor]
-) -> list[Tensor] | None:
+def _all_or_none(grads: tuple[Tensor | None, ...], like: list[Tensor]) -> list[Tensor] | None:
     """Return gradients to add to: None if there is none, zeros in place of a single one."""
     if all(g is None for g in grads):
         return None

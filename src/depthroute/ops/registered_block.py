@@ -90,7 +90,13 @@ def _numbers(given: BlockRead | Site) -> tuple[Any, ...]:
 
 
 def _flat(given: BlockRead) -> tuple[Any, ...]:
-    return (list(given.values), list(given.keys or ()), given.pending, given.query, *_numbers(given))
+    return (
+        list(given.values),
+        list(given.keys or ()),
+        given.pending,
+        given.query,
+        *_numbers(given),
+    )
 
 
 def _block_read(

@@ -146,7 +146,9 @@ class SiteResult(NamedTuple):
 
     total: Tensor | None  # [*b, D]; None if the block has this one write
     out: Tensor  # [*b, D]
-    numbers: Tensor  # [T, 4]: logit, factor of the key norm, weight of the block, factor of the norm
+    numbers: (
+        Tensor  # [T, 4]: logit, factor of the key norm, weight of the block, factor of the norm
+    )
 
     @classmethod
     def empty(cls, given: Site) -> "SiteResult":

@@ -5,16 +5,9 @@
 
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from depthroute.ops.block import BlockRead
-from depthroute.ops.kernels.block_layout import BlockLayout, contiguous_rows
-from depthroute.ops.kernels.layout import power_of_two
-from depthroute.ops.kernels.select import pointer_to
-from depthroute.ops.kernels.sources import num_programs
 
 TOKENS, COLUMNS = 64, 128  # of a tile
 

@@ -154,8 +154,12 @@ def grad_logits_kernel(
     b_gg = tl.zeros([BT * QP, BT * QP], tl.float32)
     for k in range(0, D, BK):
         o_k = k + tl.arange(0, BK)
-        b_g = tl.load(p_g[:, None] + o_k[None, :], mask=m_g[:, None] & (o_k < D)[None, :], other=0.0)
-        b_v = tl.load(p_v[:, None] + o_k[None, :], mask=m_n[:, None] & (o_k < D)[None, :], other=0.0)
+        b_g = tl.load(
+            p_g[:, None] + o_k[None, :], mask=m_g[:, None] & (o_k < D)[None, :], other=0.0
+        )
+        b_v = tl.load(
+            p_v[:, None] + o_k[None, :], mask=m_n[:, None] & (o_k < D)[None, :], other=0.0
+        )
         if not EXACT:
             b_g, b_v = b_g.to(tl.float32), b_v.to(tl.float32)
         b_a = tl.dot(b_g, tl.trans(b_v), b_a, input_precision="ieee")
