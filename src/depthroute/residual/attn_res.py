@@ -161,9 +161,7 @@ class AttnRes(ResidualScheme):
     def write(self, state: AttnResState, site: int, y: Tensor) -> AttnResState:
         """Leave the output to the next read, which adds it to its block."""
         value, emitted = (y, None) if not self.emit_dim else y.tensor_split((self.dim,), dim=-1)
-        key = self.key(value, emitted)
-        if state.total_key is not None:
-            key = state.total_key + key
+        key = self.key(value, emitted, state.total_key)
         if site + 1 not in self.ends:
             first = state.total is None
             return state._replace(

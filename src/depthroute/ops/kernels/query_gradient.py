@@ -1,4 +1,4 @@
-"""The gradient of a block's queries: a product over all tokens and sources, then a sum of its parts.
+"""The sum of what programs wrote of the gradient of a block's queries.
 
 `b_` names a block, `o_` offsets, `m_` a mask, `p_` a pointer.
 """
@@ -45,7 +45,7 @@ def sum_query_rows_kernel(
         o_row = i + o_p[:, None]
         p_row = rows + (o_row * Q + j) * R + o_r[None, :]
         b_sum += tl.load(p_row, mask=(o_row < num_rows) & m_r, other=0.0)
-    if slots is not None:
+    if slots is not None:  # noqa: SIM102 - known to the compiler
         if j >= Q - SLOTS:
             p_slot = slots[0]
             for k in tl.static_range(1, SLOTS):

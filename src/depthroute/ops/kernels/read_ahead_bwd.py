@@ -133,7 +133,7 @@ def grad_logits_kernel(
     """Write the gradients of the logits of BT tokens, and what the key norm pulls sources by.
 
     The products `<grad_j, value_i>` are one matrix product of all the tokens' rows, whose blocks
-    of one token are kept. `grad_lses` bring `-<grad_out, out>`: one pass over the sources is enough.
+    of one token are kept. `grad_lses` bring `-<grad_out, out>`, so one pass over them is enough.
     Factors are stored times that of the key norm, unless the keys are separate. A first read that
     was normed is one row more, and its gradient is taken back through the norm here.
     """
