@@ -36,8 +36,9 @@ class BlockLayout(NamedTuple):
     @property
     def constants(self) -> dict[str, int | str | bool]:
         """Compile-time constants of both passes."""
-        sizes = {"S": self.S, "D": self.D, "R": self.R}
-        return sizes | {"NORM": self.norm, "SEPARATE": self.separate}
+        names = ("S", "D", "R", "NORM", "SEPARATE")
+        values = (self.S, self.D, self.R, self.norm, self.separate)
+        return dict(zip(names, values, strict=True))
 
     @property
     def queries_at_once(self) -> int:

@@ -18,10 +18,10 @@ from depthroute.ops.block import BlockRead
 from depthroute.ops.kernels import block_layout
 from depthroute.ops.kernels.block_layout import BlockLayout, ReadAheadGradients, contiguous_rows
 from depthroute.ops.kernels.layout import power_of_two
-from depthroute.ops.kernels.query_gradient import sum_query_rows
 from depthroute.ops.kernels.scores import scores_bwd
 from depthroute.ops.kernels.select import pointer_to
 from depthroute.ops.kernels.sources import num_programs
+from depthroute.ops.kernels.sums import sum_programs
 
 
 def read_ahead_bwd(
@@ -118,7 +118,7 @@ def read_ahead_bwd(
         later = grads.values.unbind(0)
     if grad_query is None:
         grad_query = scores_bwd(given, grad_logits, logits, rstds, later_keys, grads.keys)
-    sum_query_rows(grad_query, slots, grads.query)
+    sum_programs(grad_query, grads.query, slots)
     return grads
 
 
