@@ -26,6 +26,7 @@ from depthroute.residual import (
     TailKey,
     build_residual,
 )
+from depthroute.residual.attn_res import AttnRes, AttnResState
 
 # One row per scheme, and one for each setting that changes its arithmetic. A new scheme adds a row.
 VARIANTS: dict[str, Any] = {
@@ -243,6 +244,11 @@ class ToyModel(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         *_, last = self.resume(self.residual(x), 0)
         return last.inputs[0]
+
+
+def before_phase_1(scheme: AttnRes, state: AttnResState, site: int) -> AttnResState:
+    """Return a settled state whose next read, at `site`, goes over the sources with its queries."""
+    return state._replace(ahead=None, queries=(scheme.query[scheme.starts[site] :],))
 
 
 def assert_same_gradients(module: nn.Module, actual: Tensor, expected: Tensor) -> None:

@@ -13,8 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from depthroute.account import account, format_account
 from depthroute.models import CausalLM, ModelConfig
 from depthroute.nn import LowRankConfig
+from depthroute.ops import block
 from depthroute.paper import format_paper, paper_numbers, paper_table
-from depthroute.residual import AttnResConfig, PreNormConfig, ProjectedKey, attn_res
+from depthroute.residual import AttnResConfig, PreNormConfig, ProjectedKey
 from helpers import VARIANTS, tiny_config
 
 ATTN_RES = [name for name, config in VARIANTS.items() if isinstance(config, AttnResConfig)]
@@ -34,9 +35,9 @@ class KernelCounter:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.multiply_adds = 0
-        self._attend, self._merge = attn_res.depth_attend, attn_res.depth_merge
-        monkeypatch.setattr(attn_res, "depth_attend", self.attend)
-        monkeypatch.setattr(attn_res, "depth_merge", self.merge)
+        self._attend, self._merge = block.depth_attend, block.depth_merge
+        monkeypatch.setattr(block, "depth_attend", self.attend)
+        monkeypatch.setattr(block, "depth_merge", self.merge)
 
     def attend(self, values: Sequence[Tensor], query: Tensor, **options: Any) -> Any:
         for row in query:
@@ -45,8 +46,7 @@ class KernelCounter:
         return self._attend(values, query, **options)
 
     def merge(self, out: Tensor, lse: Tensor, value: Tensor, query: Tensor, **options: Any) -> Any:
-        for row in query:
-            self.multiply_adds += len(row) + value.shape[-1]
+        self.multiply_adds += len(query) + value.shape[-1]
         return self._merge(out, lse, value, query, **options)
 
 

@@ -18,7 +18,7 @@ from depthroute.residual import (
     TailKey,
     build_residual,
 )
-from helpers import Step, ToyModel, assert_close, assert_same_gradients
+from helpers import Step, ToyModel, assert_close, assert_same_gradients, before_phase_1
 
 DIM, EPS = 16, 1e-6
 KEYS = {
@@ -123,8 +123,8 @@ def test_zero_queries_read_the_mean_whatever_the_heads(heads: int) -> None:
 
 
 def read_and_weights(toy: ToyModel, step: Step) -> tuple[Tensor, Tensor]:
-    """Read again from a state before its phase 1."""
-    state = step.state._replace(ahead=None)
+    """Read again, phase 1 included."""
+    state = before_phase_1(toy.residual, step.state, step.site)
     (h,), _ = toy.residual.read(state, step.site, torch.clone)
     return h, toy.residual.weights(state, step.site)[0]
 

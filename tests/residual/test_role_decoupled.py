@@ -10,9 +10,18 @@ from torch import Tensor
 
 from depthroute.account import account
 from depthroute.models import CausalLM
-from depthroute.residual import AttnResConfig, ProjectedKey, Summary, TailKey, attn_res
+from depthroute.ops import block
+from depthroute.residual import AttnResConfig, ProjectedKey, Summary, TailKey
+from depthroute.residual.attn_res import AttnRes
 from depthroute.residual.probe import Probe
-from helpers import ToyModel, assert_close, assert_same_gradients, tiny_config, tiny_model
+from helpers import (
+    ToyModel,
+    assert_close,
+    assert_same_gradients,
+    before_phase_1,
+    tiny_config,
+    tiny_model,
+)
 
 DIM, EPS = 16, 1e-6
 NUM_ROLES = {"shared": 1, "qk_v": 2, "q_k_v": 3}
@@ -81,12 +90,12 @@ def test_heads_and_roles_do_not_touch_each_other(num_blocks: int) -> None:
     config = AttnResConfig(num_blocks=num_blocks, roles="q_k_v", heads=2, key=TailKey(rank=8))
     toy = ToyModel(config).double()
     for step in toy.steps(torch.randn(2, 3, DIM).double())[1:]:
-        state = step.state._replace(ahead=None)
         for role, got in enumerate(step.inputs):
             single = ToyModel(dataclasses.replace(config, roles="shared")).double().residual
             with torch.no_grad():
                 row = toy.residual.starts[step.site] + role
                 single.query[step.site - 1] = toy.residual.query[row]
+                state = before_phase_1(single, step.state, step.site)
                 (want,), _ = single.read(state, step.site, torch.clone)
                 weights = single.weights(state, step.site)[0]
             assert_close(got, want, f"role {role} of site {step.site}")
@@ -237,18 +246,19 @@ def test_one_pass_over_the_sources_serves_all_roles(
 ) -> None:
     calls: dict[str, list[int]] = {"depth_attend": [], "depth_merge": []}
     for name, numbers in calls.items():
-        op = getattr(attn_res, name)
+        op = getattr(block, name)
 
         def counting(*args: Any, op: Any = op, numbers: list[int] = numbers, **options: Any) -> Any:
-            numbers.append(len(args[1] if len(args) == 2 else args[3]))
+            numbers.append(args[1].shape[0] if len(args) == 2 else args[3].ndim)
             return op(*args, **options)
 
-        monkeypatch.setattr(attn_res, name, counting)
+        monkeypatch.setattr(block, name, counting)
     ToyModel(AttnResConfig(num_blocks=2, roles=roles)).steps(torch.randn(1, 1, DIM))
     n = NUM_ROLES[roles]
-    # blocks of 4 writes; phase 1 of sites 1 to 3, 4 to 7, and 8, then a merge per open partial sum
+    # blocks of 4 writes; phase 1 of sites 1 to 3, 4 to 7, and 8, then a merge per read of an open
+    # block, each by one query
     assert calls["depth_attend"] == [2 + n, 2 * n + 2, 1]
-    assert calls["depth_merge"] == [1, n, 1, 1, n, 1]
+    assert calls["depth_merge"] == [1] * (2 * n + 4)
 
 
 @torch.no_grad()
@@ -262,7 +272,7 @@ def test_the_first_read_the_mlp_and_the_head_get_one_input() -> None:
 
 def test_roles_follow_the_kind_of_the_sublayer() -> None:
     config = AttnResConfig(num_blocks=0, roles="qk_v")
-    scheme = attn_res.AttnRes(config, dim=4, kinds=("mlp", "mlp", "attention", "mlp"), eps=EPS)
+    scheme = AttnRes(config, dim=4, kinds=("mlp", "mlp", "attention", "mlp"), eps=EPS)
     state, inputs = scheme(torch.randn(1, 1, 4)), []
     for site in range(4):
         read, state = scheme.read(state, site, torch.clone)

@@ -5,10 +5,12 @@ autograd functions, traced by the compiler: sources pass through them, which no 
 with a gradient of its own may do.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from depthroute.ops import registered_block as registered
 from depthroute.ops.block import Ahead, BlockRead, Site
@@ -29,7 +31,8 @@ def read_ahead(given: BlockRead) -> tuple[Ahead, tuple[Tensor, ...], tuple[Tenso
 def site(given: Site) -> tuple[Tensor, Tensor]:
     """Run a site; see `depthroute.ops.block.add_merge_norm`."""
     options = (given.rule, given.share, given.norm_eps)
-    return _Site.apply(options, *given[:6])
+    key = None if given.key is None else given.key.contiguous()
+    return _Site.apply(options, *given[:5], key)
 
 
 class _ReadAhead(torch.autograd.Function):
@@ -66,6 +69,7 @@ class _ReadAhead(torch.autograd.Function):
         return (*reads, *lse.unbind(0), *slots, *threaded)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         query, first, weights, logits, rstds, norm_rstds, *tensors = ctx.saved_tensors
         values, keys = tensors[: ctx.num_values], tensors[ctx.num_values :]
@@ -77,8 +81,7 @@ class _ReadAhead(torch.autograd.Function):
             logits.new_zeros(like.shape[:-1]) if g is None else g for g in grads[num : 2 * num]
         ]
         # the first read may have no site; all others have
-        slots = grads[2 * num + (norm_eps is not None) : 3 * num]
-        slots = [g for g in slots if g is not None]
+        slots = _with_zeros(grads[2 * num + (norm_eps is not None) : 3 * num])
         later = grads[3 * num :]
         given = BlockRead(
             tuple(values), tuple(keys) or None, like if ctx.closes else None, query, rule, share,
@@ -93,8 +96,8 @@ class _ReadAhead(torch.autograd.Function):
             norm_rstds,
             grad_outs,
             grad_lses,
-            _all_or_none(later[: ctx.num_values], values),
-            _all_or_none(later[ctx.num_values :], keys),
+            _with_zeros(later[: ctx.num_values]) or None,
+            _with_zeros(later[ctx.num_values :]) or None,
             slots,
         )
         per_value = grad_values.unbind(0)
@@ -126,6 +129,7 @@ class _Site(torch.autograd.Function):
         return value.view_as(value) if new_total is None else new_total, out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_total: Tensor | None, grad_out: Tensor | None) -> tuple[Any, ...]:
         query, key, value, out, numbers = ctx.saved_tensors
         if grad_out is None:
@@ -144,8 +148,7 @@ class _Site(torch.autograd.Function):
         )
 
 
-def _all_or_none(grads: tuple[Tensor | None, ...], like: list[Tensor]) -> list[Tensor] | None:
-    """Return gradients to add to: None if there is none, zeros in place of a single one."""
-    if all(g is None for g in grads):
-        return None
-    return [torch.zeros_like(x) if g is None else g for g, x in zip(grads, like, strict=True)]
+def _with_zeros(grads: Sequence[Tensor | None]) -> list[Tensor]:
+    """Return gradients of one shape: none if there is none, zeros in place of a single one."""
+    like = next((g for g in grads if g is not None), None)
+    return [] if like is None else [torch.zeros_like(like) if g is None else g for g in grads]

@@ -126,8 +126,11 @@ class AttnRes(ResidualScheme):
     def forward(self, x: Tensor) -> AttnResState:
         """Make the embedding the first source."""
         key = self.key(x, None)
+        # without gradients detached: views of a parameter say that they have one, and torch's tools
+        # that hook a module's results believe it
+        query = self.query if torch.is_grad_enabled() else self.query.detach()
         # cut once: the gradient of the queries is then put together once
-        queries = self.query.split(self.rows)
+        queries = query.split(self.rows)
         return AttnResState((x,), () if key is None else (key,), None, None, None, queries, None)
 
     def read(

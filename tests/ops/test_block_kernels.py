@@ -1,0 +1,236 @@
+"""The kernels of the block schedule in Triton's interpreter."""
+
+import importlib.util
+import os
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from block_cases import (
+    CASES,
+    NORM,
+    OTHER_STACKS,
+    STACKS,
+    Case,
+    Leaves,
+    Stack,
+    forward_stack,
+    make,
+    make_stack,
+    mean_error,
+    one_by_one,
+    reads_and_gradients,
+    result_names,
+    run_stack,
+    run_thrice,
+    scheduled,
+)
+from depthroute.ops import use_backend
+from depthroute.ops.block import add_norm, read_ahead
+from depthroute.residual import AttnResConfig, PreNormConfig, ProjectedKey
+from helpers import ToyModel, assert_all_close, assert_close, gradients
+
+pytestmark = [
+    pytest.mark.kernel,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),
+]
+
+RTOL = 2e-5  # a stack of sublayers amplifies what a single read has
+
+
+@pytest.fixture(autouse=True)
+def _interpreter() -> Any:
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.fail("these tests run in Triton's interpreter: set TRITON_INTERPRET=1")
+    with use_backend("triton"):
+        yield
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Count the launches of each step."""
+    from depthroute.ops import registered_block
+
+    counts: Counter[str] = Counter()
+    for name in ("read_ahead_fwd", "read_ahead_bwd", "site_fwd", "site_bwd"):
+        launch = getattr(registered_block, name)
+
+        def counted(*args: Any, name: str = name, launch: Any = launch) -> Any:
+            counts[name] += 1
+            return launch(*args)
+
+        monkeypatch.setattr(registered_block, name, counted)
+    return counts
+
+
+def upstream_of(case: Case) -> list[Tensor]:
+    return [torch.randn(*case.batch, case.width) for _ in range(case.queries)]
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_reads_of_a_block_and_all_gradients_equal_single_passes(
+    case: Case, launches: Counter[str]
+) -> None:
+    exact, upstream = make(case), upstream_of(case)
+    got = reads_and_gradients(case, exact.to(torch.float32), upstream)
+    assert launches["read_ahead_fwd"] == launches["read_ahead_bwd"] == 1
+    assert launches["site_fwd"] == launches["site_bwd"] == len(exact.writes)
+    with use_backend("reference"):
+        want = reads_and_gradients(case, exact, upstream, one_by_one)
+    for a, b, name in zip(got, want, result_names(case, exact), strict=True):
+        assert_close(a, b, name, RTOL, least=1.0)  # a query of one source does nothing
+
+
+@pytest.mark.parametrize("used", [[0], [1], [2], [3], [0, 2], [1, 2, 3]], ids=str)
+@pytest.mark.parametrize("name", ["plain", "separate", "closes"])
+def test_reads_without_a_gradient_count_as_zeros(name: str, used: list[int]) -> None:
+    case = CASES[name]
+
+    def some(case: Case, leaves: Leaves, norm: Any) -> list[Tensor]:
+        return [scheduled(case, leaves, norm)[i] for i in used]
+
+    exact, upstream = make(case), [upstream_of(case)[i] for i in used]
+    names = [*map(str, used), *exact.names]
+    got = reads_and_gradients(case, exact.to(torch.float32), upstream, some)
+    with use_backend("reference"):
+        want = reads_and_gradients(case, exact, upstream, some)
+    assert_all_close(got, want, names, RTOL)
+
+
+def test_gradients_of_passed_on_sources_and_of_the_open_block_join() -> None:
+    case = CASES["separate"]
+    exact, upstream = make(case), torch.randn(*case.batch, case.width)
+
+    def later(leaves: Leaves, used: int) -> list[Tensor]:
+        """Use the last read, one of the passed-on values and one of the keys."""
+        ahead, values, keys = read_ahead(
+            leaves.values,
+            *leaves.query,
+            keys=leaves.keys,
+            pending=leaves.pending[0],
+            share=1.0,
+            bias=None,
+            rule=case.rule,
+            complete=1,
+            norm=NORM,
+        )
+        wide = upstream.to(values[0].dtype)
+        loss = (ahead.outs[0] * wide).sum() + (values[used] * wide).square().sum()
+        return gradients([loss + keys[used].pow(3).sum()], leaves.all, [torch.ones_like(loss)])
+
+    for used in range(3):
+        got = later(exact.to(torch.float32), used)
+        with use_backend("reference"):
+            assert_all_close(got, later(exact, used), exact.names, RTOL)
+
+
+@pytest.mark.parametrize("stack", STACKS.values(), ids=STACKS)
+def test_stacks_and_all_their_gradients_equal_float64(stack: Stack, launches: Counter[str]) -> None:
+    runs = run_thrice(stack, torch.float32)
+    assert_all_close(runs.tested, runs.exact, runs.names, RTOL)
+    for step in ("read_ahead", "site"):
+        assert launches[f"{step}_fwd"] == launches[f"{step}_bwd"]
+    if isinstance(stack.config, PreNormConfig):
+        expected = (0, stack.num_sublayers - len(stack.settled))
+    else:
+        ends = ToyModel(stack.config, num_sublayers=stack.num_sublayers).residual.depth_block_ends
+        expected = (len({1, *ends}), stack.num_sublayers - len(ends))
+    assert (launches["read_ahead_fwd"], launches["site_fwd"]) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["prenorm", "block3_odd", "block1_of_12", "projected", "mean"])
+def test_half_precision_is_as_good_as_plain_pytorch(name: str, dtype: torch.dtype) -> None:
+    runs = run_thrice(STACKS[name], dtype)
+    factor = 4 if dtype is torch.bfloat16 else 2  # the interpreter rounds bfloat16 towards zero
+    assert mean_error(runs.tested, runs.exact) <= factor * mean_error(runs.plain, runs.exact)
+
+
+@pytest.mark.parametrize("name", ["prenorm", "block3", "projected"])
+def test_runs_repeat_bit_for_bit_with_and_without_gradients(name: str) -> None:
+    toy, x, upstream = make_stack(STACKS[name], torch.float32)
+    once, again = (run_stack(STACKS[name], toy, x, upstream) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+    with torch.no_grad():
+        assert torch.equal(forward_stack(STACKS[name], toy, x), once[0])
+
+
+@pytest.mark.parametrize("batch", [(0, 3), (2, 0), (0,)])
+@pytest.mark.parametrize("name", ["prenorm", "block3", "projected"])
+def test_empty_batch(name: str, batch: tuple[int, ...]) -> None:
+    toy, x, upstream = make_stack(STACKS[name], torch.float32, batch=batch)
+    out, *grads = run_stack(STACKS[name], toy, x, upstream)
+    assert out.shape == x.shape
+    assert not any(grad.any() for grad in grads)
+
+
+# reads ahead and sites that run in the kernels all the same
+FUSED = {
+    "prenorm_other_norm": (0, 0),
+    "block3_other_norm": (1, 2),  # reads at block ends are normed where they are made
+    "full_other_norm": (0, 0),
+    "heads": (0, 0),
+    "beta": (0, 0),
+    "roles": (3, 8),  # not where attention reads at a block's end
+    "roles_other_norm": (1, 4),
+    "seventeen_sources": (15, 0),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_STACKS)
+def test_what_the_schedule_does_not_fuse_is_right_too(name: str, launches: Counter[str]) -> None:
+    runs = run_thrice(OTHER_STACKS[name], torch.float32)
+    assert_all_close(runs.tested, runs.exact, runs.names, RTOL)
+    assert (launches["read_ahead_fwd"], launches["site_fwd"]) == FUSED[name]
+
+
+def test_float64_is_left_to_plain_pytorch() -> None:
+    x, y = torch.randn(2, 2, 3, 8).double()
+    assert torch.equal(add_norm(x, y, NORM)[1], NORM(x + y))
+    leaves = make(Case())
+    with pytest.raises(ValueError, match="float64 is not one of"):
+        scheduled(Case(), leaves)
+
+
+@pytest.mark.parametrize("width", [1, 16, 37, 1000])
+def test_writes_and_streams_of_any_strides(width: int) -> None:
+    """A write may be columns of a wider tensor, as are those that bring a key with them."""
+    wide = [torch.randn(2, 3, width + 5, requires_grad=True) for _ in range(2)]
+    x, y = wide[0][..., 2 : width + 2], wide[1][..., :width]
+    leaves = [leaf.detach().double().requires_grad_() for leaf in wide]
+    total, out = add_norm(x, y, NORM)
+    want_total = leaves[0][..., 2 : width + 2] + leaves[1][..., :width]
+    want, upstream = NORM(want_total), torch.randn(2, 2, 3, width)
+    got = [total, out, *gradients([total, out], wide, [*upstream])]
+    wanted = gradients([want_total, want], leaves, [*upstream.double()])
+    assert_all_close(got, [want_total, want, *wanted], ["total", "out", "x", "y"])
+
+
+@pytest.mark.parametrize("block", ["sum", "sum_of_normed"])
+def test_keys_of_any_strides(block: Any) -> None:
+    """The key of a block's first write may be columns of what the sublayer gave."""
+    config = AttnResConfig(num_blocks=1, key=ProjectedKey(rank=4, block=block))
+    runs = run_thrice(Stack(config, num_sublayers=2), torch.float32)
+    assert_all_close(runs.tested, runs.exact, runs.names, RTOL)
+
+
+@pytest.mark.parametrize("used", ["total", "out"])
+def test_one_unused_output_counts_as_a_zero_gradient(used: str) -> None:
+    x, y = (torch.randn(2, 3, 8, requires_grad=True) for _ in range(2))
+    pick, upstream = ["total", "out"].index(used), torch.randn(2, 3, 8)
+    got = gradients([add_norm(x, y, NORM)[pick]], (x, y), [upstream])
+    want = gradients([[x + y, NORM(x + y)][pick]], (x, y), [upstream])
+    assert_all_close(got, want, "xy")
+
+
+def test_second_derivatives_raise_instead_of_being_wrong() -> None:
+    case = CASES["plain"]
+    leaves = make(case).to(torch.float32)
+    for outs in (scheduled(case, leaves), add_norm(*leaves.values[:2], NORM)):
+        loss = outs[-1].pow(3).sum()
+        (grad,) = torch.autograd.grad(loss, leaves.values[1], create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            grad.sum().backward()
