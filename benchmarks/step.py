@@ -1,86 +1,130 @@
 """Time of a training step with routed reads over one without: `python benchmarks/step.py`.
 
-Forward and backward pass of a whole compiled decoder, head and loss included. One JSON object a
-line. Compiling 24 layers takes about a minute for each variant.
+Forward and backward pass of a whole compiled decoder in bfloat16, head and loss included. A variant
+and PreNorm take turns; ratios are taken within a turn, so that a change of the clock meets both
+alike. Launched, a step is the device's work or the host's, whichever is longer; replayed from a
+CUDA graph, it is the device's alone. Variants run in one process, so later ones find the compiled
+code of sublayers that they share with earlier ones. One JSON object a line.
 """
 
 import argparse
 import json
 import sys
 import time
-from typing import Any
+from collections.abc import Callable
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
-from timing import eager_ms, environment
+from timing import environment, kernels_us, once_ms, recorded
 
 from depthroute.models import CausalLM, ModelConfig
 from depthroute.models.compile import compile_model
 from depthroute.ops import use_backend
-from depthroute.residual import AttnResConfig, PreNormConfig, TailKey
+from depthroute.residual import AttnResConfig, PreNormConfig, ProjectedKey, TailKey
 
-RANK = TailKey(rank=128)
-VARIANTS: dict[str, tuple[Any, Any]] = {
-    "prenorm": (PreNormConfig(), "auto"),
-    "attn_res_8_triton": (AttnResConfig(num_blocks=8), "triton"),
-    "attn_res_8_reference": (AttnResConfig(num_blocks=8), "reference"),
-    "s_lr_8_triton": (AttnResConfig(num_blocks=8, key=RANK), "triton"),
-    "attn_res_full_triton": (AttnResConfig(num_blocks=0), "triton"),
+LOW_RANK = TailKey(rank=128)
+VARIANTS: dict[str, Any] = {
+    "prenorm": PreNormConfig(),
+    "attn_res_8": AttnResConfig(num_blocks=8),
+    "s_lr_8": AttnResConfig(num_blocks=8, key=LOW_RANK),
+    "p_lr_8": AttnResConfig(num_blocks=8, key=ProjectedKey(rank=32)),
+    "attn_res_4": AttnResConfig(num_blocks=4),
+    "s_lr_4": AttnResConfig(num_blocks=4, key=LOW_RANK),
+    "attn_res_full": AttnResConfig(num_blocks=0),
+    "s_lr_full": AttnResConfig(num_blocks=0, key=LOW_RANK),
 }
 
 
-def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Build, compile and time one variant."""
+class Variant(NamedTuple):
+    """A model that is ready to be timed."""
+
+    launched: Callable[[], Any]
+    replayed: Callable[[], Any]
+    seconds_to_first: float
+    peak_gib: float
+
+
+def build(name: str, options: argparse.Namespace) -> Variant:
+    """Build and compile one variant, and record its step."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    residual, backend = VARIANTS[name]
     width = options.width
     config = ModelConfig(
         vocab_size=options.vocab,
         hidden_size=width,
         intermediate_size=width * 11 // 4,
         num_hidden_layers=options.layers,
-        num_attention_heads=width // 64,
-        residual=residual,
+        num_attention_heads=options.heads,
+        residual=VARIANTS[name.removesuffix("_reference")],
     )
     model = CausalLM(config).cuda()
     model.model.compute_dtype = torch.bfloat16
     compile_model(model, options.compile)
     ids = torch.randint(options.vocab, (options.batch, options.context), device="cuda")
+    backend: Any = "reference" if name.endswith("_reference") else "auto"
 
     def step() -> None:
-        sums = model.loss(ids, ids.roll(-1, 1))
-        (sums.cross_entropy / sums.tokens).backward()
+        with use_backend(backend):
+            sums = model.loss(ids, ids.roll(-1, 1))
+            (sums.cross_entropy / sums.tokens).backward()
         model.zero_grad(set_to_none=True)
 
     started = time.perf_counter()
-    with use_backend(backend):
-        step()
-        torch.cuda.synchronize()
-        first = time.perf_counter() - started
-        torch.cuda.reset_peak_memory_stats()
-        step_ms = eager_ms(step, repeats=5)
-    return {
-        "variant": name,
-        "step_ms": round(step_ms, 2),
-        "tokens_per_s": round(ids.numel() / step_ms * 1e3),
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
-        "seconds_to_first": round(first, 1),
-    }
+    step()
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - started
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()  # of other variants' weights and graphs
+    parameters = sum(p.nbytes for p in model.parameters())
+    step()
+    peak = torch.cuda.max_memory_allocated() - before + parameters
+    return Variant(step, recorded(step), round(seconds, 1), round(peak / 2**30, 2))
+
+
+def compare(plain: Variant, variant: Variant, options: argparse.Namespace) -> dict[str, Any]:
+    """Time a variant and PreNorm in turns."""
+    row: dict[str, Any] = {}
+    for kind in ("launched", "replayed"):
+        times = [
+            [once_ms(getattr(one, kind), options.repeats) for one in (plain, variant)]
+            for _ in range(options.rounds)
+        ]
+        ratios = sorted(routed / alone for alone, routed in times)
+        row[kind] = {
+            "plain_ms": round(median(alone for alone, _ in times), 2),
+            "ms": round(median(routed for _, routed in times), 2),
+            "over_plain": round(median(ratios), 4),
+            "spread": [round(ratios[0], 4), round(ratios[-1], 4)],
+        }
+    return row
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS)[:3])
-    parser.add_argument("--compile", choices=["none", "sublayer", "model"], default="model")
+    names = [*VARIANTS, *(f"{name}_reference" for name in VARIANTS)]
+    parser.add_argument("--variants", nargs="+", choices=names, default=list(VARIANTS)[1:3])
+    parser.add_argument("--compile", choices=["none", "sublayer", "model"], default="sublayer")
+    parser.add_argument("--profile", action="store_true", help="also the time of each kernel")
     parser.add_argument("--out", type=argparse.FileType("w"), default=sys.stdout)
-    sizes = {"layers": 24, "width": 1024, "batch": 8, "context": 2048, "vocab": 100277}
-    for name, size in sizes.items():
+    sizes = {"layers": 24, "width": 1024, "heads": 16, "batch": 8, "context": 2048}
+    for name, size in (sizes | {"vocab": 100277, "rounds": 7, "repeats": 3}).items():
         parser.add_argument(f"--{name}", type=int, default=size)
     options = parser.parse_args()
-    shape = {name: getattr(options, name) for name in (*sizes, "compile")}
+    shape = {name: getattr(options, name) for name in (*sizes, "vocab", "compile")}
     print(json.dumps(environment() | shape), file=options.out, flush=True)
+    plain = build("prenorm", options)
+    tokens = options.batch * options.context
     for name in options.variants:
-        print(json.dumps(measure(name, options)), file=options.out, flush=True)
+        variant = plain if name == "prenorm" else build(name, options)
+        row = {"variant": name, **compare(plain, variant, options)}
+        row["tokens_per_s"] = round(tokens / row["launched"]["ms"] * 1e3)
+        for part in ("peak_gib", "seconds_to_first"):
+            row[part] = {"plain": getattr(plain, part), "routed": getattr(variant, part)}
+        if options.profile:
+            row["kernels_us"] = {k: v for k, v in kernels_us(variant.launched, 2).items() if v > 99}
+        print(json.dumps(row), file=options.out, flush=True)
+        del variant
         torch.cuda.empty_cache()
 
 

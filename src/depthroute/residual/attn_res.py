@@ -164,23 +164,26 @@ class AttnRes(ResidualScheme):
     def write(self, state: AttnResState, site: int, y: Tensor) -> AttnResState:
         """Leave the output to the next read, which adds it to its block."""
         value, emitted = (y, None) if not self.emit_dim else y.tensor_split((self.dim,), dim=-1)
-        key = self.key(value, emitted)
-        if state.total_key is not None:
-            key = state.total_key + key
-        if site + 1 not in self.ends:
-            first = state.total is None
-            return state._replace(
-                total=value if first else state.total,
-                pending=None if first else value,
-                total_key=key,
-            )
-        one_write = state.total is None
-        last = self._scaled(value, site + 1) if one_write else state.total
+        key = self.key(value, emitted, state.total_key)
+        if site + 1 in self.ends:
+            return self._close(state, site + 1, value, key)
+        if state.total is None:
+            return state._replace(total=value, total_key=key)
+        return state._replace(pending=value, total_key=key)
+
+    def _close(
+        self, state: AttnResState, end: int, value: Tensor, key: Tensor | None
+    ) -> AttnResState:
+        """Make the open block a source, with its last write pending if there are others."""
+        if state.total is None:
+            last, pending = self._scaled(value, end), None
+        else:
+            last, pending = state.total, value
         return state._replace(
             values=(*state.values, last),
             keys=state.keys if key is None else (*state.keys, key),
             total=None,
-            pending=None if one_write else value,
+            pending=pending,
             total_key=None,
             ahead=None,
         )

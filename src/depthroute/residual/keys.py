@@ -81,12 +81,15 @@ class Key(nn.Module, ABC):
         return self.rank
 
     @abstractmethod
-    def forward(self, value: Tensor, emitted: Tensor | None) -> Tensor | None:
-        """Return a write's contribution to its block's key, or None to cut keys from values.
+    def forward(
+        self, value: Tensor, emitted: Tensor | None, total: Tensor | None = None
+    ) -> Tensor | None:
+        """Return the key of a block with one write more, or None to cut keys from values.
 
         Args:
             value: The write, `[*b, D]`; or the embedding.
             emitted: Its emitted columns `[*b, emit_dim]`; None for the embedding.
+            total: Key of the block before the write; None if it is the first.
 
         Returns:
             `[*b, R]`, float32 (float64 for float64 values).
@@ -108,7 +111,7 @@ class _Tail(Key):
     def kept_dim(self) -> int:
         return 0  # a view of the value
 
-    def forward(self, value: Tensor, emitted: Tensor | None) -> None:
+    def forward(self, value: Tensor, emitted: Tensor | None, total: Tensor | None = None) -> None:
         return None
 
 
@@ -119,10 +122,10 @@ class _Projected(Key):
         self.eps, self.norm_first = eps, config.block == "sum_of_normed"
         self.weight = nn.Parameter(torch.empty(config.rank, dim, dtype=torch.float32))
 
-    def forward(self, value: Tensor, emitted: Tensor | None) -> Tensor:
+    def forward(self, value: Tensor, emitted: Tensor | None, total: Tensor | None = None) -> Tensor:
         key = F.linear(value, self.weight.to(value.dtype)) if emitted is None else emitted
         key = key.to(accumulation_dtype(key.dtype))
-        return rms_norm(key, eps=self.eps) if self.norm_first else key
+        return _added(total, rms_norm(key, eps=self.eps) if self.norm_first else key)
 
     def multiply_adds(self, num_writes: int) -> int:
         return self.weight.numel()  # the embedding's key
@@ -134,12 +137,16 @@ class _FromValue(Key):
         self.rank = config.rank
         self.weight = nn.Parameter(torch.empty(config.rank, dim, dtype=torch.float32))
 
-    def forward(self, value: Tensor, emitted: Tensor | None) -> Tensor:
+    def forward(self, value: Tensor, emitted: Tensor | None, total: Tensor | None = None) -> Tensor:
         key = F.linear(value, self.weight.to(value.dtype))
-        return key.to(accumulation_dtype(key.dtype))
+        return _added(total, key.to(accumulation_dtype(key.dtype)))
 
     def multiply_adds(self, num_writes: int) -> int:
         return self.weight.numel() * (num_writes + 1)
+
+
+def _added(total: Tensor | None, key: Tensor) -> Tensor:
+    return key if total is None else total + key
 
 
 _KEYS: dict[type, type[Key]] = {

@@ -123,7 +123,9 @@ def site_fwd_kernel(
             o_tail = o_r + (D - R)
             b_k = tl.load(p_y + o_tail, mask=m_r, other=0.0).to(tl.float32)
             if total is not None:
-                b_k += tl.load(total + o_row * stride_total + o_tail, mask=m_r, other=0.0).to(tl.float32)
+                b_k += tl.load(total + o_row * stride_total + o_tail, mask=m_r, other=0.0).to(
+                    tl.float32
+                )
                 b_k = b_k.to(dtype).to(tl.float32)
             b_k *= share
         else:

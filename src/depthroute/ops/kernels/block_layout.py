@@ -36,8 +36,9 @@ class BlockLayout(NamedTuple):
     @property
     def constants(self) -> dict[str, int | str | bool]:
         """Compile-time constants of both passes."""
-        sizes = {"S": self.S, "D": self.D, "BD": power_of_two(self.D)}
-        return sizes | {"R": self.R, "NORM": self.norm, "SEPARATE": self.separate}
+        names = ("S", "D", "R", "NORM", "SEPARATE")
+        values = (self.S, self.D, self.R, self.norm, self.separate)
+        return dict(zip(names, values, strict=True))
 
     @property
     def queries_at_once(self) -> int:
@@ -59,9 +60,24 @@ def ahead_forward(at: BlockLayout) -> Launch:
     return Launch(_warps(at.D, 512))
 
 
-def ahead_backward(at: BlockLayout) -> Launch:
-    """Choose the launch of its backward pass."""
-    return Launch(_warps(at.D, 256), min(4, power_of_two(at.S)), 3, 168)
+class Columns(NamedTuple):
+    """The launch of a kernel that goes by columns."""
+
+    columns: int  # of a tile
+    num_warps: int
+    stages: int = 1  # loads in flight, of a loop's coming steps
+    programs: int = 1  # on each processor, in a loop over tokens
+    max_registers: int | None = None
+
+
+def ahead_dots(at: BlockLayout) -> Columns:
+    """Choose the launch of the first part of its backward pass."""
+    return Columns(128, 1, 4)
+
+
+def ahead_update(at: BlockLayout) -> Columns:
+    """Choose the launch of the second part."""
+    return Columns(min(128, power_of_two(at.D)), 1, 3, programs=16)
 
 
 def site_forward(width: int) -> Launch:
@@ -131,7 +147,9 @@ class SiteResult(NamedTuple):
 
     total: Tensor | None  # [*b, D]; None if the block has this one write
     out: Tensor  # [*b, D]
-    numbers: Tensor  # [T, 4]: logit, factor of the key norm, weight of the block, factor of the norm
+    numbers: (
+        Tensor  # [T, 4]: logit, factor of the key norm, weight of the block, factor of the norm
+    )
 
     @classmethod
     def empty(cls, given: Site) -> "SiteResult":

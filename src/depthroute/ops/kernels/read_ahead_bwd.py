@@ -1,4 +1,8 @@
-"""Backward pass of `read_ahead`: each source is read once, its gradient read and written once.
+"""Backward pass of `read_ahead`: each source is read twice, its gradient read and written once.
+
+First the inner products of all gradients with all sources of a token, by tensor cores; with them
+the gradients of the logits. Then every column by itself: no sum crosses columns any more, so what
+all tokens share, the queries and their gradient, stays in registers.
 
 `b_` names a block, `o_` offsets, `m_` a mask, `p_` a pointer.
 """
@@ -12,15 +16,12 @@ from torch import Tensor
 
 from depthroute.ops.block import BlockRead
 from depthroute.ops.kernels import block_layout
-from depthroute.ops.kernels.block_layout import (
-    BlockLayout,
-    ReadAheadGradients,
-    contiguous_rows,
-)
-from depthroute.ops.kernels.query_gradient import query_gradient, sum_query_rows
+from depthroute.ops.kernels.block_layout import BlockLayout, ReadAheadGradients, contiguous_rows
+from depthroute.ops.kernels.layout import power_of_two
 from depthroute.ops.kernels.scores import scores_bwd
 from depthroute.ops.kernels.select import pointer_to
 from depthroute.ops.kernels.sources import num_programs
+from depthroute.ops.kernels.sums import sum_programs
 
 
 def read_ahead_bwd(
@@ -50,140 +51,222 @@ def read_ahead_bwd(
     grads = ReadAheadGradients.empty(given)
     if not at.T:
         return grads._replace(query=torch.zeros_like(given.query))
-    step = at.queries_at_once
-    launch = block_layout.ahead_backward(at)
-    programs = num_programs(at.T, launch.programs, given.query.device)
-    grad_logits = torch.empty_like(logits)
+    dot, update = block_layout.ahead_dots(at), block_layout.ahead_update(at)
+    columns = triton.cdiv(at.D, update.columns)
+    programs = num_programs(at.T, max(1, update.programs // columns), rstds.device)
     values, query = contiguous_rows(given.values), given.query.contiguous()
-    later_values = None if later_values is None else contiguous_rows(later_values)
-    for start in range(0, at.Q, step):
-        group = slice(start, start + step)
-        count = len(grad_outs[group])
-        read_ahead_bwd_kernel[(programs,)](
-            contiguous_rows(grad_outs[group]),
+    upstream = contiguous_rows(grad_outs)
+    later = None if later_values is None else contiguous_rows(later_values)
+    grad_logits, pulls = torch.empty_like(logits), torch.empty_like(rstds)
+    alongs = None if norm_rstds is None else torch.empty_like(norm_rstds)
+    grad_query = None if at.separate else rstds.new_empty((programs, at.Q, at.R))
+    for start in range(0, at.Q, at.queries_at_once):
+        group = slice(start, start + at.queries_at_once)
+        count, has_first = len(upstream[group]), given.norm_eps is not None and start == 0
+        shared = {"NORM_FIRST": has_first, "Q": at.Q, "COUNT": count, **at.constants}
+        queries = max(8, power_of_two(count + has_first))
+        sources = max(8, power_of_two(at.S))
+        tokens = max(1, 16 // sources, 16 // queries)
+        grad_logits_kernel[(triton.cdiv(at.T, tokens),)](
+            upstream[group],
             tuple(grad_lses[group]),
             first,
             values,
-            later_values,
-            query,
             weights,
             logits,
             rstds,
             norm_rstds,
-            grads.values,
             grad_logits,
+            pulls,
+            alongs,
             at.T,
             start,
             given.rule.scale,
-            given.share if given.pending is not None else 1.0,
             given.norm_eps or 0.0,
-            NORM_FIRST=given.norm_eps is not None and start == 0,
-            Q=at.Q,
-            COUNT=count,
-            CHUNK=launch.chunk,
-            LAST=start + step >= at.Q,
-            **at.constants,
-            num_warps=launch.num_warps,
-            maxnreg=launch.max_registers,
+            BT=tokens,
+            QP=queries,
+            SP=sources,
+            BK=min(dot.columns, power_of_two(at.D)),
+            EXACT=values[0].dtype != torch.float32 and values[0].is_cuda,
+            num_warps=dot.num_warps,
+            num_stages=dot.stages,
+            **shared,
         )
-        later_values = grads.values.unbind(0)
-    if given.keys is not None:
+        update_kernel[(columns, programs)](
+            upstream[group],
+            first,
+            values,
+            later,
+            query,
+            weights,
+            grad_logits,
+            pulls,
+            alongs,
+            norm_rstds,
+            grads.values,
+            grad_query,
+            at.T,
+            start,
+            given.share if given.pending is not None else 1.0,
+            LAST=start + at.queries_at_once >= at.Q,
+            BD=update.columns,
+            AHEAD=update.stages,
+            num_warps=update.num_warps,
+            maxnreg=update.max_registers,
+            **shared,
+        )
+        later = grads.values.unbind(0)
+    if grad_query is None:
         grad_query = scores_bwd(given, grad_logits, logits, rstds, later_keys, grads.keys)
-    else:
-        grad_query = query_gradient(given, grad_logits, rstds)
-    sum_query_rows(grad_query, slots, grads.query)
+    sum_programs(grad_query, grads.query, slots)
     return grads
 
 
 @triton.jit
-def dot_rows(b_x, b_y):
-    """Return the inner products of rows `[N, D]` with one vector `[D]`.
+def grad_logits_kernel(
+    grad_outs, grad_lses, first, values, weights, logits, rstds, norm_rstds, grad_logits, pulls,
+    alongs, num_tokens, start, scale, norm_eps,
+    NORM_FIRST: tl.constexpr, Q: tl.constexpr, COUNT: tl.constexpr, S: tl.constexpr,
+    D: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr, SEPARATE: tl.constexpr,
+    BT: tl.constexpr, QP: tl.constexpr, SP: tl.constexpr, BK: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Write the gradients of the logits of BT tokens, and what the key norm pulls sources by.
 
-    Columns are folded twice before the sum, so that each costs one multiply-add and no register.
+    The products `<grad_j, value_i>` are one matrix product of all the tokens' rows, whose blocks
+    of one token are kept. `grad_lses` bring `-<grad_out, out>`, so one pass over them is enough.
+    Factors are stored times that of the key norm, unless the keys are separate. A first read that
+    was normed is one row more, and its gradient is taken back through the norm here.
     """
-    SIZE: tl.constexpr = b_x.shape[1]
-    if SIZE < 4:
-        b_dot = tl.sum(b_x * b_y[None, :], axis=1)
+    o_m, o_n = tl.arange(0, BT * QP), tl.arange(0, BT * SP)
+    o_q, o_s = o_m % QP, o_n % SP
+    t_m = tl.program_id(0).to(tl.int64) * BT + o_m // QP
+    t_n = tl.program_id(0).to(tl.int64) * BT + o_n // SP
+    m_m, m_n = (t_m < num_tokens) & (o_q < COUNT), (t_n < num_tokens) & (o_s < S)
+    p_g = pointer_to(grad_outs, o_q, COUNT)
+    if NORM_FIRST:
+        p_g = tl.where(o_q == COUNT, first, p_g)
+        m_g = (t_m < num_tokens) & (o_q <= COUNT)
     else:
-        b_x0, b_x1 = tl.split(tl.reshape(b_x, [b_x.shape[0], SIZE // 2, 2]))
-        b_y0, b_y1 = tl.split(tl.reshape(b_y, [SIZE // 2, 2]))
-        b_x00, b_x01 = tl.split(tl.reshape(b_x0, [b_x.shape[0], SIZE // 4, 2]))
-        b_y00, b_y01 = tl.split(tl.reshape(b_y0, [SIZE // 4, 2]))
-        b_x10, b_x11 = tl.split(tl.reshape(b_x1, [b_x.shape[0], SIZE // 4, 2]))
-        b_y10, b_y11 = tl.split(tl.reshape(b_y1, [SIZE // 4, 2]))
-        b_sum = b_x00 * b_y00[None, :]
-        b_sum += b_x01 * b_y01[None, :]
-        b_sum += b_x10 * b_y10[None, :]
-        b_sum += b_x11 * b_y11[None, :]
-        b_dot = tl.sum(b_sum, axis=1)
-    return b_dot
+        m_g = m_m
+    p_g = tl.multiple_of(p_g, 16) + t_m * D
+    p_v = pointer_to(values, o_s, S) + t_n * D
+    b_a = tl.zeros([BT * QP, BT * SP], tl.float32)
+    b_gg = tl.zeros([BT * QP, BT * QP], tl.float32)
+    for k in range(0, D, BK):
+        o_k = k + tl.arange(0, BK)
+        b_g = tl.load(
+            p_g[:, None] + o_k[None, :], mask=m_g[:, None] & (o_k < D)[None, :], other=0.0
+        )
+        b_v = tl.load(
+            p_v[:, None] + o_k[None, :], mask=m_n[:, None] & (o_k < D)[None, :], other=0.0
+        )
+        if not EXACT:
+            b_g, b_v = b_g.to(tl.float32), b_v.to(tl.float32)
+        b_a = tl.dot(b_g, tl.trans(b_v), b_a, input_precision="ieee")
+        if NORM_FIRST:
+            b_gg = tl.dot(b_g, tl.trans(b_g), b_gg, input_precision="ieee")
+
+    is_pair = (t_m[:, None] == t_n[None, :]) & m_m[:, None] & m_n[None, :]
+    b_c = grad_lses[0] + o_q * 0
+    for j in tl.static_range(1, COUNT):
+        b_c = tl.where(o_q == j, grad_lses[j], b_c)
+    b_c = tl.load(b_c + t_m, mask=m_m, other=0.0)
+    if NORM_FIRST:
+        # <first, grad_out_0> / D of each row's token, then of each column's
+        is_x = (o_q == COUNT)[None, :] & (t_m[:, None] == t_m[None, :])
+        b_along = tl.sum(tl.where(is_x, b_gg, 0.0), axis=1) / D
+        b_norm = tl.load(norm_rstds + t_m, mask=t_m < num_tokens, other=0.0)
+        tl.store(alongs + t_m, b_along, mask=m_m & (o_q == 0))
+        # <grad, out> of the first read: what the norm leaves of it, because of its eps
+        b_c = tl.where(o_q == 0, -b_along * D * norm_eps * b_norm * b_norm, b_c)
+        is_same = t_m[:, None] == t_n[None, :]
+        b_xv = tl.sum(tl.where(is_same & (o_q == COUNT)[:, None], b_a, 0.0), axis=0)
+        b_first = b_norm[:, None] * (b_a - b_along[:, None] * b_xv[None, :])
+        b_a = tl.where((o_q == 0)[:, None], b_first, b_a)
+    o_z = (t_n * S + o_s)[None, :] * Q + start + o_q[:, None]
+    b_w = tl.load(weights + o_z, mask=is_pair, other=0.0)
+    b_gz = b_w * (b_a + b_c[:, None])
+    if not SEPARATE:
+        b_r = tl.load(rstds + t_n * S + o_s, mask=m_n, other=0.0)
+        if NORM != "none":
+            b_z = tl.load(logits + o_z, mask=is_pair, other=0.0)
+            b_pull = tl.sum(b_gz * b_z, axis=0) * b_r * b_r / (D if NORM == "full" else R)
+            tl.store(pulls + t_n * S + o_s, b_pull, mask=m_n)
+        b_gz *= b_r[None, :] * scale
+    tl.store(grad_logits + o_z, b_gz, mask=is_pair)
 
 
 @triton.jit
-def read_ahead_bwd_kernel(
-    grad_outs, grad_lses, first, values, later_values, query, weights, logits, rstds, norm_rstds,
-    grad_values, grad_logits, num_tokens, start, scale, share, norm_eps,
-    NORM_FIRST: tl.constexpr, Q: tl.constexpr, COUNT: tl.constexpr, CHUNK: tl.constexpr,
-    LAST: tl.constexpr, S: tl.constexpr,
-    D: tl.constexpr, BD: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr, SEPARATE: tl.constexpr,
-):  # fmt: skip
-    """Loop over tokens: hold its sources and their gradients as tiles `[S, D]`, go by the queries.
+def _load_pair(values, later_values, i, o_v, m_d, SEPARATE: tl.constexpr):
+    """Load source i, unless its keys are separate, and what its gradient is so far."""
+    b_v = tl.zeros([1], tl.float32)
+    if not SEPARATE:
+        b_v = tl.load(values[i] + o_v, mask=m_d, other=0.0)
+    b_later = tl.zeros([1], tl.float32)
+    if later_values is not None:
+        b_later = tl.load(later_values[i] + o_v, mask=m_d, other=0.0)
+    return b_v, b_later
 
-    `grad_lses` bring `-<grad_out, out>` of each read, so that one pass over the sources is enough.
+
+@triton.jit
+def update_kernel(
+    grad_outs, first, values, later_values, query, weights, grad_logits, pulls, alongs, norm_rstds,
+    grad_values, grad_query, num_tokens, start, share,
+    NORM_FIRST: tl.constexpr, Q: tl.constexpr, COUNT: tl.constexpr, S: tl.constexpr,
+    D: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr, SEPARATE: tl.constexpr,
+    LAST: tl.constexpr, BD: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Write the gradients of the sources in a block of columns, token by token.
+
+    The gradient of the queries stays in registers, one row for each program.
     """
-    pid = tl.program_id(0)
-    o_c, o_d = tl.arange(0, CHUNK), tl.arange(0, BD)
+    pid = tl.program_id(1)
+    o_d = tl.program_id(0) * BD + tl.arange(0, BD)
     m_d, m_k = o_d < D, (o_d < D) & (o_d >= D - R)
-    for t in range(pid, num_tokens, tl.num_programs(0)):
+    if not SEPARATE:
+        b_qs, b_dqs = (), ()
+        for j in tl.static_range(COUNT):
+            p_q = query + (start + j) * R + o_d - (D - R)
+            b_qs = b_qs + (tl.load(p_q, mask=m_k, other=0.0).to(tl.float32),)
+            b_dqs = b_dqs + (tl.zeros([BD], tl.float32),)
+    for t in range(pid, num_tokens, tl.num_programs(1)):
         o_row = tl.cast(t, tl.int64)
-        if NORM_FIRST:
-            b_norm = tl.load(norm_rstds + o_row)
-            b_x = tl.load(first + o_row * D + o_d, mask=m_d, other=0.0).to(tl.float32)
-            b_g = tl.load(grad_outs[0] + o_row * D + o_d, mask=m_d, other=0.0).to(tl.float32)
-            b_along = tl.sum(b_x * b_g, axis=0) / D
-        for c in range(0, S, CHUNK):
-            o_s = c + o_c
-            m_s = (o_s < S) | (S % CHUNK == 0)
-            m_v = m_s[:, None] & m_d[None, :]
-            o_v = (o_row * D + o_d)[None, :]
-            b_v = tl.load(pointer_to(values, o_s, S)[:, None] + o_v, mask=m_v, other=0.0)
-            if later_values is not None:
-                p_later = pointer_to(later_values, o_s, S)[:, None]
-                b_dv = tl.load(p_later + o_v, mask=m_v, other=0.0).to(tl.float32)
+        o_v = o_row * D + o_d
+        b_gs = ()
+        for j in tl.static_range(COUNT):
+            b_g = tl.load(grad_outs[j] + o_v, mask=m_d, other=0.0).to(tl.float32)
+            if NORM_FIRST and j == 0:
+                b_x = tl.load(first + o_v, mask=m_d, other=0.0).to(tl.float32)
+                b_along, b_norm = tl.load(alongs + o_row), tl.load(norm_rstds + o_row)
+                b_g = b_norm * (b_g - b_x * b_along)
+            b_gs = b_gs + (b_g,)
+        b_vs = ()
+        for i in tl.static_range(min(S, AHEAD)):
+            b_vs = b_vs + (_load_pair(values, later_values, i, o_v, m_d, SEPARATE),)
+        for i in tl.static_range(S):
+            if i + AHEAD < S:  # in flight while this one is used
+                b_vs = b_vs + (_load_pair(values, later_values, i + AHEAD, o_v, m_d, SEPARATE),)
+            b_v, b_dv = b_vs[i][0].to(tl.float32), b_vs[i][1].to(tl.float32)
+            o_z = (o_row * S + i) * Q + start
+            if SEPARATE:
+                for j in tl.static_range(COUNT):
+                    b_dv += tl.load(weights + o_z + j) * b_gs[j]
             else:
-                b_dv = tl.zeros([CHUNK, BD], tl.float32)
-            b_r = tl.load(rstds + o_row * S + o_s, mask=m_s, other=0.0)
-            b_pull = tl.zeros([CHUNK], tl.float32)
-            b_next = tl.load(grad_outs[0] + o_row * D + o_d, mask=m_d, other=0.0)
-            for j in tl.static_range(COUNT):
-                b_g = b_next.to(tl.float32)
-                if j + 1 < COUNT:  # in flight while this one is used
-                    b_next = tl.load(grad_outs[j + 1] + o_row * D + o_d, mask=m_d, other=0.0)
-                if NORM_FIRST and j == 0:
-                    b_x = tl.load(first + o_row * D + o_d, mask=m_d, other=0.0).to(tl.float32)
-                    b_g = b_norm * (b_g - b_x * b_along)
-                    # of the read, `<grad, out>`: what the norm leaves of it, because of its eps
-                    b_c = -b_along * D * norm_eps * b_norm * b_norm
-                else:
-                    b_c = tl.load(grad_lses[j] + o_row)
-                o_z = (o_row * S + o_s) * Q + start + j
-                b_w = tl.load(weights + o_z, mask=m_s, other=0.0)
-                b_gz = b_w * (dot_rows(b_v.to(tl.float32), b_g) + b_c)
-                b_dv += b_w[:, None] * b_g[None, :]
-                tl.store(grad_logits + o_z, b_gz, mask=m_s)
-                if not SEPARATE:
-                    b_gd = b_gz * (b_r * scale)
-                    b_pull += b_gz * tl.load(logits + o_z, mask=m_s, other=0.0)
-                    p_q = query + (start + j) * R + o_d - (D - R)
-                    b_q = tl.load(p_q, mask=m_k, other=0.0, eviction_policy="evict_last").to(tl.float32)
-                    b_dv += b_gd[:, None] * b_q[None, :]
-            if not SEPARATE:
+                b_new = ()
+                for j in tl.static_range(COUNT):
+                    b_gd = tl.load(grad_logits + o_z + j)
+                    b_dv += tl.load(weights + o_z + j) * b_gs[j] + b_gd * b_qs[j]
+                    b_new = b_new + (b_dqs[j] + b_gd * b_v,)
+                b_dqs = b_new
                 if NORM == "tail":
-                    b_k = tl.where(m_k[None, :], b_v.to(tl.float32), 0.0)
-                    b_dv -= b_k * (b_pull * b_r * b_r / R)[:, None]
+                    b_dv -= tl.where(m_k, b_v, 0.0) * tl.load(pulls + o_row * S + i)
                 elif NORM == "full":
-                    b_dv -= b_v.to(tl.float32) * (b_pull * b_r * b_r / D)[:, None]
-            if LAST:
-                b_dv *= tl.where(o_s == S - 1, share, 1.0)[:, None]
-            p_dv = grad_values + (o_s.to(tl.int64) * num_tokens + o_row)[:, None] * D + o_d[None, :]
-            tl.store(p_dv, b_dv.to(grad_values.dtype.element_ty), mask=m_v)
+                    b_dv -= b_v * tl.load(pulls + o_row * S + i)
+            if LAST and i == S - 1:
+                b_dv *= share
+            p_dv = grad_values + (tl.cast(i, tl.int64) * num_tokens + o_row) * D + o_d
+            tl.store(p_dv, b_dv.to(grad_values.dtype.element_ty), mask=m_d)
+    if not SEPARATE:
+        for j in tl.static_range(COUNT):
+            p_dq = grad_query + (pid * Q + start + j) * R + o_d - (D - R)
+            tl.store(p_dq, b_dqs[j], mask=m_k)

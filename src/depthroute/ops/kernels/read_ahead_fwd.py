@@ -37,6 +37,7 @@ def read_ahead_fwd(given: BlockRead) -> ReadAhead:
         given.norm_eps or 0.0,
         NORM_FIRST=given.norm_eps is not None,
         SP=power_of_two(at.S),
+        BD=power_of_two(at.D),
         **at.constants,
         num_warps=block_layout.ahead_forward(at).num_warps,
     )
@@ -101,7 +102,7 @@ def read_ahead_fwd_kernel(
         o_j = tl.cast(j, tl.int64)
         tl.store(lse + o_j * num_tokens + o_row, b_top + tl.log(b_sum))
         p_out = out + ((o_j - NORM_FIRST) * num_tokens + o_row) * D
-        if NORM_FIRST:
+        if NORM_FIRST:  # noqa: SIM102 - known to the compiler
             if j == 0:
                 b_norm = tl.rsqrt(tl.sum(b_out * b_out, axis=0) / D + norm_eps)
                 tl.store(norm_rstds + o_row, b_norm)

@@ -1,30 +1,59 @@
 """Sums of several tiles at once: the warps of a program wait for each other once, not per tile."""
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from depthroute.ops.kernels.select import pointer_to
 
-def sum_programs(rows: Tensor, total: Tensor) -> None:
-    """Sum what each program of a kernel has written, `[programs, *shape]`, into `[*shape]`.
 
-    In an order of its own, so that two runs agree.
+def sum_programs(rows: Tensor, total: Tensor, slots: Sequence[Tensor] = ()) -> None:
+    """Sum what each program of a kernel has written, in an order of its own: two runs agree.
+
+    Args:
+        rows: `[programs, Q, *shape]`.
+        total: Where the sum goes, `[Q, *shape]`.
+        slots: Rows that other kernels wrote for the last of the Q, `[programs, *shape]` each.
     """
-    columns = total.numel()
-    sum_rows_kernel[(triton.cdiv(columns, 32),)](rows, total, len(rows), columns, num_warps=8)
+    num_queries = len(total)
+    columns = total.numel() // num_queries
+    sum_programs_kernel[(num_queries, triton.cdiv(columns, 32))](
+        rows,
+        tuple(slots) or None,
+        total,
+        len(rows),
+        len(slots[0]) if slots else 0,
+        columns,
+        Q=num_queries,
+        SLOTS=len(slots),
+        num_warps=8,
+    )
 
 
 @triton.jit
-def sum_rows_kernel(rows, total, num_rows, num_columns):
-    """Sum 32 columns of a matrix."""
-    o_c = tl.program_id(0) * 32 + tl.arange(0, 32)
-    m_c = o_c < num_columns
-    b_sum = tl.zeros([128, 32], tl.float32)
-    for start in range(0, num_rows, 128):
-        o_r = start + tl.arange(0, 128)
-        p_rows = rows + o_r[:, None].to(tl.int64) * num_columns + o_c[None, :]
-        b_sum += tl.load(p_rows, mask=(o_r < num_rows)[:, None] & m_c[None, :], other=0.0)
-    tl.store(total + o_c, tl.sum(b_sum, axis=0).to(total.dtype.element_ty), mask=m_c)
+def sum_programs_kernel(
+    rows, slots, total, num_rows, num_slot_rows, num_columns, Q: tl.constexpr, SLOTS: tl.constexpr
+):
+    """Sum 32 columns of one of the Q."""
+    j = tl.program_id(0)
+    o_c, o_p = tl.program_id(1) * 32 + tl.arange(0, 32), tl.arange(0, 256)
+    m_c = (o_c < num_columns)[None, :]
+    b_sum = tl.zeros([256, 32], tl.float32)
+    for start in range(0, num_rows, 256):
+        o_row = (start + o_p).to(tl.int64)[:, None]
+        p_row = rows + (o_row * Q + j) * num_columns + o_c[None, :]
+        b_sum += tl.load(p_row, mask=(o_row < num_rows) & m_c, other=0.0)
+    if slots is not None:  # noqa: SIM102 - known to the compiler
+        if j >= Q - SLOTS:
+            p_slot = pointer_to(slots, j - (Q - SLOTS), SLOTS)
+            for start in range(0, num_slot_rows, 256):
+                o_row = (start + o_p).to(tl.int64)[:, None]
+                p_row = p_slot + o_row * num_columns + o_c[None, :]
+                b_sum += tl.load(p_row, mask=(o_row < num_slot_rows) & m_c, other=0.0)
+    b_total = tl.sum(b_sum, axis=0).to(total.dtype.element_ty)
+    tl.store(total + j * num_columns + o_c, b_total, mask=o_c < num_columns)
 
 
 @triton.jit
