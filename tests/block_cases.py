@@ -278,9 +278,11 @@ def make_stack(
     return toy, *(torch.randn(shape, device=device).to(dtype) for _ in range(2))
 
 
-def run_thrice(stack: Stack, dtype: torch.dtype, device: str = "cpu") -> StackRuns:
+def run_thrice(
+    stack: Stack, dtype: torch.dtype, device: str = "cpu", batch: tuple[int, ...] = (2, 3)
+) -> StackRuns:
     """Run a stack with the kernels and twice without."""
-    toy, x, upstream = make_stack(stack, dtype, device)
+    toy, x, upstream = make_stack(stack, dtype, device, batch)
     wide = copy.deepcopy(toy).double()
     with use_backend("triton"):
         tested = run_stack(stack, toy, x, upstream)

@@ -1,0 +1,147 @@
+"""The block schedule on a CUDA device: what only hardware shows."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from block_cases import (
+    CASES,
+    NORM,
+    STACKS,
+    Case,
+    Stack,
+    count_launches,
+    make,
+    make_stack,
+    mean_error,
+    one_by_one,
+    reads_and_gradients,
+    result_names,
+    run_stack,
+    run_thrice,
+)
+from depthroute.ops import use_backend
+from depthroute.ops.block import add_norm
+from depthroute.residual import AttnResConfig, PreNormConfig
+from helpers import assert_all_close, assert_close, gradients, tiny_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    # torch's own compiler warns about settings that do not concern us
+    pytest.mark.filterwarnings("default"),
+]
+
+BATCH = (2, 101)  # more tokens than a program takes at a time, of no round number
+WIDE = Stack(AttnResConfig(num_blocks=2), dim=256)
+PLAIN = Stack(PreNormConfig(), dim=256)
+
+
+@pytest.fixture(autouse=True)
+def _kernels() -> Any:
+    with use_backend("triton"):
+        yield
+
+
+@pytest.mark.parametrize("name", ["one_source_many_reads", "separate", "width_37"])
+def test_reads_of_a_block_equal_single_passes(name: str) -> None:
+    case = CASES[name]._replace(batch=BATCH)
+    exact = make(case, "cuda")
+    upstream = [torch.randn(*BATCH, case.width, device="cuda") for _ in range(case.queries)]
+    got = reads_and_gradients(case, exact.to(torch.float32), upstream)
+    with use_backend("reference"):
+        want = reads_and_gradients(case, exact, upstream, one_by_one)
+    assert_all_close(got, want, result_names(case, exact), rtol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["prenorm_odd", "block3", "projected_sum", "mean_settled"])
+def test_stacks_in_single_precision_equal_float64(name: str) -> None:
+    runs = run_thrice(STACKS[name], torch.float32, "cuda", BATCH)
+    assert_all_close(runs.tested, runs.exact, runs.names, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "stack", [WIDE, PLAIN, STACKS["block1_of_12"]], ids=["routed", "plain", "one_block"]
+)
+def test_stacks_in_bfloat16_are_as_good_as_plain_pytorch(stack: Stack) -> None:
+    runs = run_thrice(stack, torch.bfloat16, "cuda", BATCH)
+    assert mean_error(runs.tested, runs.exact) <= 2 * mean_error(runs.plain, runs.exact)
+
+
+def test_the_size_of_a_model() -> None:
+    """Eight sources of width 1024 and six queries, in bfloat16."""
+    case = Case(8, 6, (2, 509), 1024, 1024, closes=True, scale=1024**-0.5)
+    exact = make(case, "cuda", torch.bfloat16)
+    upstream = [torch.randn(*case.batch, 1024, device="cuda").bfloat16() for _ in range(6)]
+    results = []
+    for backend in ("triton", "triton", "reference"):
+        with use_backend(backend):
+            results.append(reads_and_gradients(case, exact.to(torch.bfloat16), upstream))
+    with use_backend("reference"):
+        want = reads_and_gradients(case, exact, upstream, one_by_one)
+    got, again, plain = results
+    for a, b, name in zip(got, want, result_names(case, exact), strict=True):
+        assert_close(a, b, name, rtol=3e-2)
+    assert mean_error(got, want) <= 4 * mean_error(plain, want)  # plain merges before it rounds
+    assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
+
+
+@pytest.mark.parametrize("stack", [WIDE, PLAIN], ids=["routed", "plain"])
+def test_runs_repeat_bit_for_bit(stack: Stack) -> None:
+    toy, x, upstream = make_stack(stack, torch.bfloat16, "cuda", BATCH)
+    once, *others = (run_stack(stack, toy, x, upstream) for _ in range(3))
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(other, once, strict=True))
+
+
+@pytest.mark.parametrize("stack", [WIDE, PLAIN], ids=["routed", "plain"])
+def test_a_cuda_graph_repeats_a_step_on_new_data(stack: Stack) -> None:
+    toy, x, upstream = make_stack(stack, torch.bfloat16, "cuda", BATCH)
+    run_stack(stack, toy, x, upstream)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run_stack(stack, toy, x, upstream)
+    with torch.no_grad():
+        for given in (x, upstream, *toy.parameters()):
+            given.copy_(torch.randn_like(given))
+    graph.replay()
+    for actual, expected in zip(captured, run_stack(stack, toy, x, upstream), strict=True):
+        assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("columns", [64, 67])
+def test_rows_apart_at_any_address(columns: int) -> None:
+    base = torch.randn(2, 5, 7, columns + 5, device="cuda")
+    x, y = (part[..., 3 : columns + 3].requires_grad_() for part in base)
+    wide = [t.detach().double().requires_grad_() for t in (x, y)]
+    upstream = list(torch.randn(2, 5, 7, columns, device="cuda"))
+    got, total = add_norm(x, y, NORM), wide[0] + wide[1]
+    want = (total, NORM(total))
+    names = ["total", "out", "x", "y"]
+    got = [*got, *gradients(got, [x, y], upstream)]
+    want = [*want, *gradients(want, wide, [u.double() for u in upstream])]
+    assert_all_close(got, want, names)
+
+
+def test_a_decoder_compiled_by_inductor_has_the_gradients_of_an_eager_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny_model(AttnResConfig(num_blocks=2), hidden_size=128, num_hidden_layers=2).cuda()
+    ids = torch.arange(128, device="cuda").view(2, 64) % 61
+    launches = count_launches(monkeypatch)
+
+    def loss_and_gradients(loss: Any) -> list[Tensor]:
+        sums = loss(ids, ids.roll(-1, 1))
+        mean = sums.cross_entropy / sums.tokens
+        return [mean.detach(), *torch.autograd.grad(mean, list(model.parameters()))]
+
+    expected = loss_and_gradients(model.loss)
+    eager = dict(launches)
+    launches.clear()
+    torch._dynamo.reset()
+    actual = loss_and_gradients(torch.compile(model.loss, fullgraph=True))
+    assert launches == eager
+    names = ["loss", *(name for name, _ in model.named_parameters())]
+    assert_all_close(actual, expected, names, rtol=1e-4)
