@@ -1,9 +1,11 @@
 """The reads of one block, and whole stacks of them, that every schedule must get right."""
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -235,6 +237,27 @@ def run_stack(stack: Stack, toy: ToyModel, x: Tensor, upstream: Tensor) -> list[
     out = forward_stack(stack, toy, x)
     leaves = [x, *toy.parameters()]
     return [out, *gradients([out], leaves, [upstream.to(out.dtype)])]
+
+
+def count_launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Count the launches of each step from here on."""
+    from depthroute.ops.kernels import add_merge_norm, read_ahead_bwd, read_ahead_fwd
+
+    counts: Counter[str] = Counter()
+    for module, name in (
+        (read_ahead_fwd, "read_ahead_fwd"),
+        (read_ahead_bwd, "read_ahead_bwd"),
+        (add_merge_norm, "site_fwd"),
+        (add_merge_norm, "site_bwd"),
+    ):
+        launch = getattr(module, name)
+
+        def counted(*args: Any, name: str = name, launch: Any = launch) -> Any:
+            counts[name] += 1
+            return launch(*args)
+
+        monkeypatch.setattr(module, name, counted)
+    return counts
 
 
 class StackRuns(NamedTuple):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from block_cases import (
     CASES,
@@ -17,6 +18,7 @@ from block_cases import (
     Case,
     Leaves,
     Stack,
+    count_launches,
     forward_stack,
     make,
     make_stack,
@@ -51,19 +53,7 @@ def _interpreter() -> Any:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Count the launches of each step."""
-    from depthroute.ops import registered_block
-
-    counts: Counter[str] = Counter()
-    for name in ("read_ahead_fwd", "read_ahead_bwd", "site_fwd", "site_bwd"):
-        launch = getattr(registered_block, name)
-
-        def counted(*args: Any, name: str = name, launch: Any = launch) -> Any:
-            counts[name] += 1
-            return launch(*args)
-
-        monkeypatch.setattr(registered_block, name, counted)
-    return counts
+    return count_launches(monkeypatch)
 
 
 def upstream_of(case: Case) -> list[Tensor]:
@@ -215,6 +205,30 @@ def test_keys_of_any_strides(block: Any) -> None:
     config = AttnResConfig(num_blocks=1, key=ProjectedKey(rank=4, block=block))
     runs = run_thrice(Stack(config, num_sublayers=2), torch.float32)
     assert_all_close(runs.tested, runs.exact, runs.names, RTOL)
+
+
+@pytest.mark.parametrize("name", ["plain", "separate", "closes", "tail"])
+def test_operations_are_registered_as_torch_expects(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from depthroute.ops import registered_block as registered
+
+    checked = []
+    for op in ("_read_ahead", "_read_ahead_backward", "_site", "_site_backward"):
+        operation = getattr(registered, op)
+
+        def check(*args: Any, operation: Any = operation) -> Any:
+            args = tree_map_only(Tensor, Tensor.detach, args)  # gradients are not theirs
+            torch.library.opcheck(operation, args)
+            checked.append(operation)
+            return operation(*args)
+
+        monkeypatch.setattr(registered, op, check)
+    case = CASES[name]._replace(queries=2, sources=2, batch=(2,))
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    leaves = make(case).to(torch.float32)
+    reads_and_gradients(case, leaves, upstream_of(case))
+    assert len(checked) == 4
 
 
 @pytest.mark.parametrize("used", ["total", "out"])
