@@ -18,23 +18,11 @@ from typing import Any, NamedTuple
 
 import torch
 from timing import environment, kernels_us, once_ms, recorded
+from variants import VARIANTS, add_sizes, config_of
 
-from depthroute.models import CausalLM, ModelConfig
+from depthroute.models import CausalLM
 from depthroute.models.compile import compile_model
 from depthroute.ops import use_backend
-from depthroute.residual import AttnResConfig, PreNormConfig, ProjectedKey, TailKey
-
-LOW_RANK = TailKey(rank=128)
-VARIANTS: dict[str, Any] = {
-    "prenorm": PreNormConfig(),
-    "attn_res_8": AttnResConfig(num_blocks=8),
-    "s_lr_8": AttnResConfig(num_blocks=8, key=LOW_RANK),
-    "p_lr_8": AttnResConfig(num_blocks=8, key=ProjectedKey(rank=32)),
-    "attn_res_4": AttnResConfig(num_blocks=4),
-    "s_lr_4": AttnResConfig(num_blocks=4, key=LOW_RANK),
-    "attn_res_full": AttnResConfig(num_blocks=0),
-    "s_lr_full": AttnResConfig(num_blocks=0, key=LOW_RANK),
-}
 
 
 class Variant(NamedTuple):
@@ -49,15 +37,7 @@ def build(name: str, options: argparse.Namespace) -> Variant:
     """Build and compile one variant, and record its step."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    width = options.width
-    config = ModelConfig(
-        vocab_size=options.vocab,
-        hidden_size=width,
-        intermediate_size=width * 11 // 4,
-        num_hidden_layers=options.layers,
-        num_attention_heads=options.heads,
-        residual=VARIANTS[name.removesuffix("_reference")],
-    )
+    config = config_of(name.removesuffix("_reference"), options)
     model = CausalLM(config).cuda()
     model.model.compute_dtype = torch.bfloat16
     compile_model(model, options.compile)
@@ -109,12 +89,12 @@ def main() -> None:
     parser.add_argument("--replay", action="store_true", help="also replayed from a CUDA graph")
     parser.add_argument("--profile", action="store_true", help="also the time of each kernel")
     parser.add_argument("--out", type=argparse.FileType("w"), default=sys.stdout)
-    sizes = {"layers": 24, "width": 1024, "heads": 16, "batch": 8, "context": 2048}
-    for name, size in (sizes | {"vocab": 100277, "rounds": 7, "repeats": 3}).items():
+    add_sizes(parser)
+    for name, size in {"batch": 8, "context": 2048, "rounds": 7, "repeats": 3}.items():
         parser.add_argument(f"--{name}", type=int, default=size)
     options = parser.parse_args()
-    shape = {name: getattr(options, name) for name in (*sizes, "vocab", "compile")}
-    print(json.dumps(environment() | shape), file=options.out, flush=True)
+    given = {name: value for name, value in vars(options).items() if name != "out"}
+    print(json.dumps(environment() | given), file=options.out, flush=True)
     plain = build("prenorm", options)
     tokens = options.batch * options.context
     for name in options.variants:
