@@ -1,6 +1,6 @@
 """Reads of other libraries, where they are installed, and ours in the same form.
 
-A function takes S sources `[*b, D]`, a query `[R]` and an eps, and returns `[*b, D]`. They agree with
+A function takes S sources `[T, D]`, a query `[R]` and an eps, and returns `[T, D]`. They agree with
 `depth_attend` of one query, but for rounding: most of them want the query in the sources' dtype.
 """
 
@@ -49,7 +49,8 @@ def flash_attn_res(values: Sequence[Tensor], query: Tensor, eps: float) -> Tenso
 
     rows = torch.stack([value.unsqueeze(0) for value in values])
     query = query.to(values[0].dtype).unsqueeze(0)
-    return phase_1_batched_attention_triton_op(rows, query, eps)[0].squeeze(0).squeeze(0)
+    out, _ = phase_1_batched_attention_triton_op(rows, query, eps)
+    return out[0, 0]
 
 
 # the package that each needs, and whether it takes keys of a lower rank
