@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 TOKENS = 64
-HELPERS = {"fill_table_kernel", "sum_rows_kernel"}
+HELPERS = {"fill_table_kernel", "sum_programs_kernel"}
 
 
 class Shape(NamedTuple):

@@ -1,0 +1,141 @@
+"""The block schedule compiles for each generation of GPU, and fits its registers and memory."""
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from aot import Compiled, recorded_launches
+from depthroute.ops.block import BlockRead, Site
+from depthroute.ops.scores import ScoreRule
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="needs triton's compiler"),
+]
+
+TOKENS = 64
+STEPS = {
+    *("read_ahead_fwd_kernel", "grad_logits_kernel", "update_kernel", "sum_programs_kernel"),
+    *("site_fwd_kernel", "site_bwd_kernel"),
+}
+SCORES = {"scores_fwd_kernel", "scores_bwd_kernel"}
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # that a program may have
+# stack that phase 1 of five sources has on sm_100, at the 128 registers that ptxas aims for
+AHEAD_STACK_BYTES = 8
+
+
+class Shape(NamedTuple):
+    sources: int
+    queries: int
+    width: int
+    rank: int
+    separate: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    norm: Any = "tail"
+    closes: bool = True
+
+
+SHAPES = {
+    "eight": Shape(8, 6, 1024, 1024),
+    "five": Shape(5, 6, 1024, 1024),
+    "low_rank": Shape(8, 6, 1024, 128),
+    "twelve_queries": Shape(4, 12, 1024, 1024),
+    "head": Shape(9, 1, 1024, 1024),
+    "wide": Shape(8, 6, 2048, 2048),
+    "separate": Shape(8, 6, 1024, 32, separate=True),
+}
+# every branch at sizes that compile fast
+BRANCHES = {
+    "odd": Shape(3, 2, 37, 37, dtype=torch.float32),
+    "tail_full_norm": Shape(2, 9, 48, 7, norm="full", dtype=torch.float16),
+    "no_norm": Shape(1, 2, 48, 48, norm="none", closes=False),
+    "separate_odd": Shape(3, 3, 37, 50, separate=True, norm="none", closes=False),
+    "most_sources": Shape(16, 2, 64, 64, dtype=torch.float32),
+}
+
+
+class OnDevice(Tensor):
+    """A tensor on the CPU that is compiled for as one on a GPU."""
+
+    is_cuda = property(lambda self: True)
+
+
+def empty(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(size, dtype=dtype).as_subclass(OnDevice)
+
+
+def launch_all(shape: Shape) -> None:
+    """Launch phase 1, a site and a step of the plain sum, each with its backward pass."""
+    from depthroute.ops.kernels.add_merge_norm import site_bwd, site_fwd
+    from depthroute.ops.kernels.read_ahead_bwd import read_ahead_bwd
+    from depthroute.ops.kernels.read_ahead_fwd import read_ahead_fwd
+
+    num_queries, rank = shape.queries, shape.rank
+    rule = ScoreRule(1, shape.norm, 1e-6, 1.0)
+
+    def values(count: int) -> tuple[Tensor, ...]:
+        return tuple(empty(TOKENS, shape.width, dtype=shape.dtype) for _ in range(count))
+
+    def numbers(count: int, *columns: int) -> list[Tensor]:
+        return [empty(TOKENS, *columns) for _ in range(count)]
+
+    x, y, pending = values(3)
+    keys = tuple(numbers(shape.sources, rank)) if shape.separate else None
+    given = BlockRead(
+        values(shape.sources),
+        keys,
+        pending if shape.closes else None,
+        empty(num_queries, rank),
+        rule,
+        1.0,
+        1e-6 if shape.closes else None,
+    )
+    read = read_ahead_fwd(given)
+    read_ahead_bwd(
+        given,
+        *(read.first, read.weights, read.logits, read.rstds, read.norm_rstds),
+        values(num_queries),
+        numbers(num_queries),
+        values(shape.sources),
+        keys,
+        [empty(8, rank)] * (num_queries - shape.closes),
+    )
+    key = keys[0] if keys else None
+    routed = Site(x, empty(TOKENS), empty(8, rank), x, y, key, rule, 1.0, 1e-6)
+    plain = Site(None, None, None, x, y, None, rule, 1.0, 1e-6)
+    for site in (routed, plain):
+        result = site_fwd(site)
+        after = site._replace(old=None, lse=None, total=None)
+        site_bwd(after, result.out, result.numbers, x, y)
+
+
+def compiled_for(capability: int, shape: Shape, folder: Path) -> list[Compiled]:
+    with recorded_launches(capability, folder) as kernels:
+        launch_all(shape)
+    assert {kernel.name for kernel in kernels} == STEPS | (SCORES if shape.separate else set())
+    assert max(kernel.shared_bytes for kernel in kernels) <= SHARED_BYTES[capability]
+    return kernels
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_no_register_spills(shape: Shape, tmp_path: Path) -> None:
+    kernels = compiled_for(90, shape, tmp_path)
+    assert not [kernel for kernel in kernels if kernel.stack_bytes]
+
+
+@pytest.mark.parametrize("capability", [80, 100])
+@pytest.mark.parametrize("name", ["eight", "five", "wide", "separate"])
+def test_other_generations_compile(name: str, capability: int, tmp_path: Path) -> None:
+    for kernel in compiled_for(capability, SHAPES[name], tmp_path):
+        is_ahead = kernel.name == "read_ahead_fwd_kernel"
+        assert kernel.stack_bytes <= (AHEAD_STACK_BYTES if is_ahead else 0), kernel
+
+
+@pytest.mark.parametrize("shape", BRANCHES.values(), ids=BRANCHES)
+def test_every_branch_compiles(shape: Shape, tmp_path: Path) -> None:
+    compiled_for(90, shape, tmp_path)
