@@ -29,6 +29,7 @@ gpu:
 # one JSON object a line; needs a CUDA device too
 bench:
 	PYTHONPATH=src $(PYTHON) benchmarks/reads.py
+	PYTHONPATH=src $(PYTHON) benchmarks/step.py
 
 clean:
 	rm -rf .venv runs data

@@ -16,18 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 from timing import environment, once_ms, recorded
+from variants import VARIANTS, add_sizes, config_of
 
-from depthroute.models import CausalLM, DecodeStep, ModelConfig
+from depthroute.models import CausalLM, DecodeStep
 from depthroute.models.compile import compile_model
-from depthroute.residual import AttnResConfig, PreNormConfig, TailKey
 
-VARIANTS: dict[str, Any] = {
-    "prenorm": PreNormConfig(),
-    "attn_res_8": AttnResConfig(num_blocks=8),
-    "s_lr_8": AttnResConfig(num_blocks=8, key=TailKey(rank=128)),
-    "attn_res_full": AttnResConfig(num_blocks=0),
-    "s_lr_full": AttnResConfig(num_blocks=0, key=TailKey(rank=128)),
-}
+DEFAULTS = ["prenorm", "attn_res_8", "s_lr_8", "attn_res_full"]
 # of logits, relative to the largest one: another order of bfloat16 sums
 _TOLERANCE = 0.05
 
@@ -41,17 +35,9 @@ class Case(NamedTuple):
     tokens: int
 
 
-def build(residual: Any, options: argparse.Namespace) -> CausalLM:
+def build(name: str, options: argparse.Namespace) -> CausalLM:
     """Build a model with weights in bfloat16, routing parameters apart."""
-    width = options.width
-    config = ModelConfig(
-        vocab_size=options.vocab,
-        hidden_size=width,
-        intermediate_size=width * 11 // 4,
-        num_hidden_layers=options.layers,
-        num_attention_heads=width // 64,
-        residual=residual,
-    )
+    config = config_of(name, options)
     with torch.device("cuda"):
         model = CausalLM(config, seed=None)
     source = torch.Generator("cuda").manual_seed(0)
@@ -127,21 +113,20 @@ def measure(case: Case, models: dict[str, CausalLM], options: argparse.Namespace
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS)[:4])
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=DEFAULTS)
     parser.add_argument("--compile", choices=["none", "sublayer"], default="none")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 32])
     parser.add_argument("--out", type=argparse.FileType("w"), default=sys.stdout)
-    sizes = {"layers": 24, "width": 1024, "vocab": 100277, "prompt": 2048, "context": 1024}
-    sizes |= {"repeats": 10, "rounds": 15}
-    for name, size in sizes.items():
+    add_sizes(parser)
+    for name, size in {"prompt": 2048, "context": 1024, "repeats": 10, "rounds": 15}.items():
         parser.add_argument(f"--{name}", type=int, default=size)
     options = parser.parse_args()
     # a graph for each shape: guesses about shapes to come would make slower kernels
     torch._dynamo.config.automatic_dynamic_shapes = False
     torch._dynamo.config.recompile_limit = 64
-    shape = {name: getattr(options, name) for name in (*sizes, "compile")}
-    print(json.dumps(environment() | shape), file=options.out, flush=True)
-    models = {name: build(VARIANTS[name], options) for name in options.variants}
+    given = {name: value for name, value in vars(options).items() if name != "out"}
+    print(json.dumps(environment() | given), file=options.out, flush=True)
+    models = {name: build(name, options) for name in options.variants}
     cases = [Case(kind, 1, 0, options.prompt) for kind in ("prefill", "prefill_replayed")]
     cases += [Case("decode_replayed", batch, options.context, 1) for batch in options.batches]
     for case in cases:

@@ -2,9 +2,10 @@
 
 Forward and backward pass of a whole compiled decoder in bfloat16, head and loss included. A variant
 and PreNorm take turns; ratios are taken within a turn, so that a change of the clock meets both
-alike. Launched, a step is the device's work or the host's, whichever is longer; replayed from a
-CUDA graph, it is the device's alone. Variants run in one process, so later ones find the compiled
-code of sublayers that they share with earlier ones. One JSON object a line.
+alike. Launched, a step is the device's work or the host's, whichever is longer; with `--replay` it
+is also recorded in a CUDA graph, which leaves the device's alone. Variants run in one process, so
+later ones find the compiled code of sublayers that they share with earlier ones. One JSON object a
+line.
 """
 
 import argparse
@@ -17,30 +18,17 @@ from typing import Any, NamedTuple
 
 import torch
 from timing import environment, kernels_us, once_ms, recorded
+from variants import VARIANTS, add_sizes, config_of
 
-from depthroute.models import CausalLM, ModelConfig
+from depthroute.models import CausalLM
 from depthroute.models.compile import compile_model
 from depthroute.ops import use_backend
-from depthroute.residual import AttnResConfig, PreNormConfig, ProjectedKey, TailKey
-
-LOW_RANK = TailKey(rank=128)
-VARIANTS: dict[str, Any] = {
-    "prenorm": PreNormConfig(),
-    "attn_res_8": AttnResConfig(num_blocks=8),
-    "s_lr_8": AttnResConfig(num_blocks=8, key=LOW_RANK),
-    "p_lr_8": AttnResConfig(num_blocks=8, key=ProjectedKey(rank=32)),
-    "attn_res_4": AttnResConfig(num_blocks=4),
-    "s_lr_4": AttnResConfig(num_blocks=4, key=LOW_RANK),
-    "attn_res_full": AttnResConfig(num_blocks=0),
-    "s_lr_full": AttnResConfig(num_blocks=0, key=LOW_RANK),
-}
 
 
 class Variant(NamedTuple):
     """A model that is ready to be timed."""
 
-    launched: Callable[[], Any]
-    replayed: Callable[[], Any]
+    steps: dict[str, Callable[[], Any]]  # "launched", "replayed"
     seconds_to_first: float
     peak_gib: float
 
@@ -49,15 +37,7 @@ def build(name: str, options: argparse.Namespace) -> Variant:
     """Build and compile one variant, and record its step."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    width = options.width
-    config = ModelConfig(
-        vocab_size=options.vocab,
-        hidden_size=width,
-        intermediate_size=width * 11 // 4,
-        num_hidden_layers=options.layers,
-        num_attention_heads=options.heads,
-        residual=VARIANTS[name.removesuffix("_reference")],
-    )
+    config = config_of(name.removesuffix("_reference"), options)
     model = CausalLM(config).cuda()
     model.model.compute_dtype = torch.bfloat16
     compile_model(model, options.compile)
@@ -79,15 +59,16 @@ def build(name: str, options: argparse.Namespace) -> Variant:
     parameters = sum(p.nbytes for p in model.parameters())
     step()
     peak = torch.cuda.max_memory_allocated() - before + parameters
-    return Variant(step, recorded(step), round(seconds, 1), round(peak / 2**30, 2))
+    steps = {"launched": step} | ({"replayed": recorded(step)} if options.replay else {})
+    return Variant(steps, round(seconds, 1), round(peak / 2**30, 2))
 
 
 def compare(plain: Variant, variant: Variant, options: argparse.Namespace) -> dict[str, Any]:
     """Time a variant and PreNorm in turns."""
     row: dict[str, Any] = {}
-    for kind in ("launched", "replayed"):
+    for kind in variant.steps:
         times = [
-            [once_ms(getattr(one, kind), options.repeats) for one in (plain, variant)]
+            [once_ms(one.steps[kind], options.repeats) for one in (plain, variant)]
             for _ in range(options.rounds)
         ]
         ratios = sorted(routed / alone for alone, routed in times)
@@ -105,14 +86,15 @@ def main() -> None:
     names = [*VARIANTS, *(f"{name}_reference" for name in VARIANTS)]
     parser.add_argument("--variants", nargs="+", choices=names, default=list(VARIANTS)[1:3])
     parser.add_argument("--compile", choices=["none", "sublayer", "model"], default="sublayer")
+    parser.add_argument("--replay", action="store_true", help="also replayed from a CUDA graph")
     parser.add_argument("--profile", action="store_true", help="also the time of each kernel")
     parser.add_argument("--out", type=argparse.FileType("w"), default=sys.stdout)
-    sizes = {"layers": 24, "width": 1024, "heads": 16, "batch": 8, "context": 2048}
-    for name, size in (sizes | {"vocab": 100277, "rounds": 7, "repeats": 3}).items():
+    add_sizes(parser)
+    for name, size in {"batch": 8, "context": 2048, "rounds": 7, "repeats": 3}.items():
         parser.add_argument(f"--{name}", type=int, default=size)
     options = parser.parse_args()
-    shape = {name: getattr(options, name) for name in (*sizes, "vocab", "compile")}
-    print(json.dumps(environment() | shape), file=options.out, flush=True)
+    given = {name: value for name, value in vars(options).items() if name != "out"}
+    print(json.dumps(environment() | given), file=options.out, flush=True)
     plain = build("prenorm", options)
     tokens = options.batch * options.context
     for name in options.variants:
@@ -122,7 +104,9 @@ def main() -> None:
         for part in ("peak_gib", "seconds_to_first"):
             row[part] = {"plain": getattr(plain, part), "routed": getattr(variant, part)}
         if options.profile:
-            row["kernels_us"] = {k: v for k, v in kernels_us(variant.launched, 2).items() if v > 99}
+            row["kernels_us"] = {
+                k: v for k, v in kernels_us(variant.steps["launched"], 2).items() if v > 99
+            }
         print(json.dumps(row), file=options.out, flush=True)
         del variant
         torch.cuda.empty_cache()

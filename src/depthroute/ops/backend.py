@@ -57,27 +57,31 @@ def runs_in_triton(op: str, read: Read) -> bool:
     reason = "the backend is set so" if _setting == "reference" else _unsupported(read)
     if _setting == "triton" and reason:
         raise ValueError(f'{op} cannot run with backend "triton": {reason}')
+    _say(op, reason, _setting == "auto" and read.values[0].is_cuda)
+    return not reason
+
+
+def _say(op: str, reason: str, kernels_expected: bool) -> None:
     if torch.compiler.is_compiling():
         from depthroute.ops.traced import say
     else:
         say = report
-    say(op, reason, _setting == "auto" and read.values[0].is_cuda)
-    return not reason
+    say(op, reason, kernels_expected)
 
 
 def fuses(value: Tensor) -> bool:
-    """Decide whether kernels that hold whole rows, each with its own backward pass, take a tensor.
+    """Decide whether the kernels of the block schedule take a tensor, and log each reason once.
 
     Where they do not, the operations that they replace run one by one, by their own decisions.
     """
-    device = value.device
-    if _setting == "reference" or (_setting == "auto" and device.type != "cuda"):
-        return False
-    return not (
-        _unsupported_device(device)
-        or value.dtype not in (torch.float32, torch.bfloat16, torch.float16)
-        or value.shape[-1] > MAX_WIDTH
-    )
+    if _setting == "reference":
+        reason = "the backend is set so"
+    elif _setting == "auto" and value.device.type != "cuda":
+        reason = f"the tensors are on {value.device.type}"
+    else:
+        reason = _unsupported_device(value.device) or _unsupported_value(value)
+    _say("the block schedule", reason, _setting == "auto" and value.is_cuda)
+    return not reason
 
 
 def report(op: str, reason: str, kernels_expected: bool = True) -> None:
@@ -113,15 +117,23 @@ def _unsupported_device(device: torch.device) -> str:
     return "" if major >= 8 else f"the device has compute capability {major}.x, below 8.0"
 
 
+def _unsupported_value(value: Tensor) -> str:
+    if value.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"{value.dtype} is not one of float32, bfloat16, float16"
+    if value.shape[-1] > MAX_WIDTH:
+        return f"{value.shape[-1]} columns, more than {MAX_WIDTH}"
+    return ""
+
+
 def _unsupported_read(read: Read) -> str:
     value, (num_queries, rank) = read.values[0], read.query.shape
-    for tensor in (value, read.query, *(read.keys or ())[:1]):
+    if reason := _unsupported_value(value):
+        return reason
+    for tensor in (read.query, *(read.keys or ())[:1]):
         if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"{tensor.dtype} is not one of float32, bfloat16, float16"
     if len(read.values) > MAX_SOURCES:
         return f"{len(read.values)} sources, more than {MAX_SOURCES}"
     if num_queries > MAX_QUERIES:
         return f"{num_queries} queries, more than {MAX_QUERIES}"
-    if max(value.shape[-1], rank) > MAX_WIDTH:
-        return f"{max(value.shape[-1], rank)} columns, more than {MAX_WIDTH}"
-    return ""
+    return f"a rank of {rank}, more than {MAX_WIDTH}" if rank > MAX_WIDTH else ""

@@ -50,14 +50,13 @@ class Launch(NamedTuple):
     """How a kernel is compiled, and how many programs of it share a processor's tokens."""
 
     num_warps: int
-    chunk: int = 1  # sources that a program holds at a time
     programs: int = 1
     max_registers: int | None = None
 
 
 def ahead_forward(at: BlockLayout) -> Launch:
     """Choose the launch of `read_ahead`."""
-    return Launch(_warps(at.D, 512))
+    return Launch(_warps(at.S * power_of_two(at.D), 4096))
 
 
 class Columns(NamedTuple):
@@ -90,8 +89,8 @@ def site_backward(width: int) -> Launch:
     return Launch(_warps(width, 512), programs=8, max_registers=128)
 
 
-def _warps(width: int, columns: int) -> int:
-    return max(1, min(16, power_of_two(width) // columns))
+def _warps(numbers: int, of_a_warp: int) -> int:
+    return max(1, min(16, power_of_two(numbers) // of_a_warp))
 
 
 class ReadAhead(NamedTuple):
@@ -147,9 +146,7 @@ class SiteResult(NamedTuple):
 
     total: Tensor | None  # [*b, D]; None if the block has this one write
     out: Tensor  # [*b, D]
-    numbers: (
-        Tensor  # [T, 4]: logit, factor of the key norm, weight of the block, factor of the norm
-    )
+    numbers: Tensor  # [T, 4]: logit, factors of key norm, of the block, and of the norm
 
     @classmethod
     def empty(cls, given: Site) -> "SiteResult":

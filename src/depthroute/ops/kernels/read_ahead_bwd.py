@@ -18,8 +18,8 @@ from depthroute.ops.block import BlockRead
 from depthroute.ops.kernels import block_layout
 from depthroute.ops.kernels.block_layout import BlockLayout, ReadAheadGradients, contiguous_rows
 from depthroute.ops.kernels.layout import power_of_two
-from depthroute.ops.kernels.scores import scores_bwd
 from depthroute.ops.kernels.select import pointer_to
+from depthroute.ops.kernels.separate_keys import scores_bwd
 from depthroute.ops.kernels.sources import num_programs
 from depthroute.ops.kernels.sums import sum_programs
 

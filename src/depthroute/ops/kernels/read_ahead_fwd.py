@@ -10,8 +10,8 @@ from depthroute.ops.block import BlockRead
 from depthroute.ops.kernels import block_layout
 from depthroute.ops.kernels.block_layout import BlockLayout, ReadAhead, contiguous_rows
 from depthroute.ops.kernels.layout import as_rows, power_of_two
-from depthroute.ops.kernels.scores import scores_fwd
 from depthroute.ops.kernels.select import pointer_to
+from depthroute.ops.kernels.separate_keys import scores_fwd
 
 
 def read_ahead_fwd(given: BlockRead) -> ReadAhead:
