@@ -10,7 +10,7 @@ demo: $(INSTALLED) data/stdlib/manifest.json
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n auto --dist loadfile
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m kernel tests/ops tests/models
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n auto --dist loadfile -m kernel tests/ops tests/models
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

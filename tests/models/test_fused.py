@@ -40,7 +40,7 @@ def names_of(model: CausalLM) -> list[str]:
 
 
 @ignore_dynamo_warnings
-@pytest.mark.parametrize("name", ["prenorm", "attn_res_block3", "s_lr", "p_lr", "qk_v"])
+@pytest.mark.parametrize("name", ["prenorm", "s_lr", "p_lr"])  # ten seconds each
 def test_a_compiled_decoder_has_the_gradients_of_plain_pytorch(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,12 +71,11 @@ def test_checkpointing_keeps_the_gradients(name: str, checkpointing: Checkpointi
 
 
 @ignore_dynamo_warnings
-@pytest.mark.parametrize("checkpointing", ["layer", "depth_block"])
-def test_a_compiled_decoder_may_be_checkpointed(checkpointing: Checkpointing) -> None:
+def test_a_compiled_decoder_may_be_checkpointed() -> None:
     model = tiny_model(VARIANTS["attn_res_block3"])
     with use_backend("triton"):
         expected = loss_and_gradients(model)
-        model.model.checkpointing = checkpointing
+        model.model.checkpointing = "depth_block"
         torch.compiler.reset()
         compiled = torch.compile(model.loss, backend="aot_eager", fullgraph=True)
         actual = loss_and_gradients(model, compiled)
