@@ -19,8 +19,8 @@ from depthroute.ops.scores import ScoreRule, accumulation_dtype
 
 Norm = Callable[[Tensor], Tensor]
 
-# what fits the registers of a program that holds all sources, or all queries' gradients, of a token
-MAX_SOURCES, MAX_NUMBERS = 16, 32768
+# 16 sources fit the registers of a program up to so many numbers; more are streamed, up to a tile
+MAX_RESIDENT, MAX_NUMBERS, MAX_SOURCES = 16, 32768, 64
 
 
 class BlockRead(NamedTuple):
@@ -192,7 +192,7 @@ def _fuses(values: Sequence[Tensor], rule: ScoreRule, bias: Tensor | None) -> bo
         rule.heads == 1
         and bias is None
         and len(values) <= MAX_SOURCES
-        and len(values) * width <= MAX_NUMBERS
+        and (len(values) > MAX_RESIDENT or len(values) * width <= MAX_NUMBERS)
         and backend.fuses(values[0])
     )
 

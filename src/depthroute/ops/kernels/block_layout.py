@@ -12,6 +12,8 @@ from depthroute.ops.kernels.sources import num_programs
 
 # queries whose gradients a backward pass holds at once
 QUERIES_AT_ONCE = 8
+# sources that a program of the forward pass holds, and those of one launch by columns
+RESIDENT, SOURCES_AT_ONCE = 16, 16
 
 
 class BlockLayout(NamedTuple):
@@ -71,7 +73,7 @@ class Columns(NamedTuple):
 
 def ahead_dots(at: BlockLayout) -> Columns:
     """Choose the launch of the first part of its backward pass."""
-    return Columns(128, 1, 4)
+    return Columns(128, 1, 4) if at.S <= RESIDENT else Columns(64, 4, 3)
 
 
 def ahead_update(at: BlockLayout) -> Columns:

@@ -16,7 +16,12 @@ from torch import Tensor
 
 from depthroute.ops.block import BlockRead
 from depthroute.ops.kernels import block_layout
-from depthroute.ops.kernels.block_layout import BlockLayout, ReadAheadGradients, contiguous_rows
+from depthroute.ops.kernels.block_layout import (
+    SOURCES_AT_ONCE,
+    BlockLayout,
+    ReadAheadGradients,
+    contiguous_rows,
+)
 from depthroute.ops.kernels.layout import power_of_two
 from depthroute.ops.kernels.select import pointer_to
 from depthroute.ops.kernels.separate_keys import scores_bwd
@@ -59,7 +64,8 @@ def read_ahead_bwd(
     later = None if later_values is None else contiguous_rows(later_values)
     grad_logits, pulls = torch.empty_like(logits), torch.empty_like(rstds)
     alongs = None if norm_rstds is None else torch.empty_like(norm_rstds)
-    grad_query = None if at.separate else rstds.new_empty((programs, at.Q, at.R))
+    parts = triton.cdiv(at.S, SOURCES_AT_ONCE)
+    grad_query = None if at.separate else rstds.new_empty((parts, programs, at.Q, at.R))
     for start in range(0, at.Q, at.queries_at_once):
         group = slice(start, start + at.queries_at_once)
         count, has_first = len(upstream[group]), given.norm_eps is not None and start == 0
@@ -92,33 +98,38 @@ def read_ahead_bwd(
             num_stages=dot.stages,
             **shared,
         )
-        update_kernel[(columns, programs)](
-            upstream[group],
-            first,
-            values,
-            later,
-            query,
-            weights,
-            grad_logits,
-            pulls,
-            alongs,
-            norm_rstds,
-            grads.values,
-            grad_query,
-            at.T,
-            start,
-            given.share if given.pending is not None else 1.0,
-            LAST=start + at.queries_at_once >= at.Q,
-            BD=update.columns,
-            AHEAD=update.stages,
-            num_warps=update.num_warps,
-            maxnreg=update.max_registers,
-            **shared,
-        )
+        for i in range(0, at.S, SOURCES_AT_ONCE):
+            some = slice(i, i + SOURCES_AT_ONCE)
+            part = i // SOURCES_AT_ONCE
+            update_kernel[(columns, programs)](
+                upstream[group],
+                first,
+                values[some],
+                None if later is None else later[some],
+                query,
+                weights,
+                grad_logits,
+                pulls,
+                alongs,
+                norm_rstds,
+                grads.values[some],
+                None if grad_query is None else grad_query[part],
+                at.T,
+                start,
+                i,
+                given.share if given.pending is not None else 1.0,
+                LAST=start + at.queries_at_once >= at.Q and i + SOURCES_AT_ONCE >= at.S,
+                BD=update.columns,
+                AHEAD=update.stages,
+                COUNT_S=len(values[some]),
+                num_warps=update.num_warps,
+                maxnreg=update.max_registers,
+                **shared,
+            )
         later = grads.values.unbind(0)
     if grad_query is None:
         grad_query = scores_bwd(given, grad_logits, logits, rstds, later_keys, grads.keys)
-    sum_programs(grad_query, grads.query, slots)
+    sum_programs(grad_query.flatten(0, -3), grads.query, slots)
     return grads
 
 
@@ -211,10 +222,10 @@ def _load_pair(values, later_values, i, o_v, m_d, SEPARATE: tl.constexpr):
 @triton.jit
 def update_kernel(
     grad_outs, first, values, later_values, query, weights, grad_logits, pulls, alongs, norm_rstds,
-    grad_values, grad_query, num_tokens, start, share,
+    grad_values, grad_query, num_tokens, start, first_source, share,
     NORM_FIRST: tl.constexpr, Q: tl.constexpr, COUNT: tl.constexpr, S: tl.constexpr,
     D: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr, SEPARATE: tl.constexpr,
-    LAST: tl.constexpr, BD: tl.constexpr, AHEAD: tl.constexpr,
+    LAST: tl.constexpr, BD: tl.constexpr, AHEAD: tl.constexpr, COUNT_S: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of the sources in a block of columns, token by token.
 
@@ -241,13 +252,13 @@ def update_kernel(
                 b_g = b_norm * (b_g - b_x * b_along)
             b_gs = b_gs + (b_g,)
         b_vs = ()
-        for i in tl.static_range(min(S, AHEAD)):
+        for i in tl.static_range(min(COUNT_S, AHEAD)):
             b_vs = b_vs + (_load_pair(values, later_values, i, o_v, m_d, SEPARATE),)
-        for i in tl.static_range(S):
-            if i + AHEAD < S:  # in flight while this one is used
+        for i in tl.static_range(COUNT_S):
+            if i + AHEAD < COUNT_S:  # in flight while this one is used
                 b_vs = b_vs + (_load_pair(values, later_values, i + AHEAD, o_v, m_d, SEPARATE),)
             b_v, b_dv = b_vs[i][0].to(tl.float32), b_vs[i][1].to(tl.float32)
-            o_z = (o_row * S + i) * Q + start
+            o_z = (o_row * S + first_source + i) * Q + start
             if SEPARATE:
                 for j in tl.static_range(COUNT):
                     b_dv += tl.load(weights + o_z + j) * b_gs[j]
@@ -259,10 +270,10 @@ def update_kernel(
                     b_new = b_new + (b_dqs[j] + b_gd * b_v,)
                 b_dqs = b_new
                 if NORM == "tail":
-                    b_dv -= tl.where(m_k, b_v, 0.0) * tl.load(pulls + o_row * S + i)
+                    b_dv -= tl.where(m_k, b_v, 0.0) * tl.load(pulls + o_row * S + first_source + i)
                 elif NORM == "full":
-                    b_dv -= b_v * tl.load(pulls + o_row * S + i)
-            if LAST and i == S - 1:
+                    b_dv -= b_v * tl.load(pulls + o_row * S + first_source + i)
+            if LAST and i == COUNT_S - 1:
                 b_dv *= share
             p_dv = grad_values + (tl.cast(i, tl.int64) * num_tokens + o_row) * D + o_d
             tl.store(p_dv, b_dv.to(grad_values.dtype.element_ty), mask=m_d)

@@ -10,6 +10,7 @@ from depthroute.ops.block import BlockRead
 from depthroute.ops.kernels import block_layout
 from depthroute.ops.kernels.block_layout import BlockLayout, ReadAhead, contiguous_rows
 from depthroute.ops.kernels.layout import as_rows, power_of_two
+from depthroute.ops.kernels.read_ahead_stream import read_ahead_stream
 from depthroute.ops.kernels.select import pointer_to
 from depthroute.ops.kernels.separate_keys import scores_fwd
 
@@ -23,6 +24,9 @@ def read_ahead_fwd(given: BlockRead) -> ReadAhead:
     pending = None if given.pending is None else as_rows(given.pending)
     if given.keys is not None:
         scores_fwd(given, result.logits, result.rstds)
+    if at.S > block_layout.RESIDENT:
+        read_ahead_stream(given, at, result)
+        return result
     read_ahead_fwd_kernel[(at.T,)](
         contiguous_rows(given.values),
         pending,
