@@ -33,6 +33,7 @@ class BlockRead(NamedTuple):
     rule: ScoreRule
     share: float  # factor of the last source, once it is complete
     norm_eps: float | None  # of the norm of the first read
+    lse: Tensor | None = None  # [*b], if the first value is a read itself, with this log-sum-exp
 
 
 class Site(NamedTuple):
@@ -60,10 +61,12 @@ class Ahead(NamedTuple):
     lses: tuple[Tensor, ...]  # [*b] from the kernels, else [*b, 1]
     queries: tuple[Tensor, ...]  # [rows, R] from the kernels, else [R]
     fused: bool
+    rest: Tensor | None  # rows of the query that it did not serve
 
     def without(self, count: int) -> "Ahead":
         """Return what is left after so many reads."""
-        return Ahead(self.outs[count:], self.lses[count:], self.queries[count:], self.fused)
+        left = (self.outs[count:], self.lses[count:], self.queries[count:])
+        return Ahead(*left, self.fused, self.rest)
 
 
 def read_ahead(
@@ -76,6 +79,7 @@ def read_ahead(
     bias: Tensor | None,
     rule: ScoreRule,
     complete: int,
+    num_now: int,
     norm: Norm,
 ) -> tuple[Ahead, tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Read the closed sources for all queries of a block; the last source may close on the way.
@@ -90,17 +94,25 @@ def read_ahead(
         bias: Logit offsets of the sources, `[S]`.
         rule: Heads, key norm, eps and scale.
         complete: How many of the reads, from the first, miss no source; they are normed here.
+        num_now: How many come before another source closes. The kernels serve all, if keys are
+            cut from values, and leave what closes meanwhile to `merge_norm`.
         norm: Norm of every read.
 
     Returns:
         The reads to come; the values and the keys to use from here on. Gradients of later uses
         come back through them, so that each source's is read and written once a block.
     """
-    eps = rms_eps(norm)
-    if complete > 1 or (complete and eps is None) or not _fuses(values, rule, bias):
+    eps, fuses = rms_eps(norm), complete < 2 and _fuses(values, rule, bias)
+    if complete and eps is None:
+        fuses = False
+    if not fuses or keys is not None or eps is None:
+        query, rest = query[:num_now], query[num_now:] if num_now < len(query) else None
+    else:
+        rest = None
+    if not fuses:
         if pending is not None:
             values = (*values[:-1], scaled(values[-1] + pending, share))
-        return _plain_read(tuple(values), query, keys, bias, rule, complete, norm)
+        return _plain_read(tuple(values), query, rest, keys, bias, rule, complete, norm)
     from depthroute.ops import fused_block
 
     given = BlockRead(
@@ -112,7 +124,30 @@ def read_ahead(
         share,
         eps if complete else None,
     )
-    return fused_block.read_ahead(given)
+    return fused_block.read_ahead(given, rest)
+
+
+def merge_norm(
+    ahead: Ahead, values: Sequence[Tensor], *, rule: ScoreRule, norm: Norm
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Merge complete sources into the first read of `ahead`, and norm it; in kernels only.
+
+    Args:
+        ahead: The reads to come, of kernels that served more than a block.
+        values: The sources that closed since, and the open block, `[*b, D]`.
+        rule: Key norm, eps and scale.
+        norm: `rms_norm` as a module.
+
+    Returns:
+        The normed read; the sources to use from here on, as `read_ahead` returns them.
+    """
+    from depthroute.ops import fused_block
+
+    sources = (ahead.outs[0], *values)
+    given = BlockRead(
+        sources, None, None, ahead.queries[0], rule, 1.0, rms_eps(norm), ahead.lses[0]
+    )
+    return fused_block.merge(given)
 
 
 def add_merge_norm(
@@ -200,6 +235,7 @@ def _fuses(values: Sequence[Tensor], rule: ScoreRule, bias: Tensor | None) -> bo
 def _plain_read(
     values: tuple[Tensor, ...],
     query: Tensor,
+    rest: Tensor | None,
     keys: Sequence[Tensor] | None,
     bias: Tensor | None,
     rule: ScoreRule,
@@ -220,5 +256,5 @@ def _plain_read(
         out_dtype=None if complete == len(query) else accumulation_dtype(dtype),
     )
     reads = [norm(out.to(dtype)) if i < complete else out for i, out in enumerate(outs.unbind(0))]
-    ahead = Ahead(tuple(reads), lses.unbind(0), query.unbind(0), False)
+    ahead = Ahead(tuple(reads), lses.unbind(0), query.unbind(0), False, rest)
     return ahead, values, tuple(keys or ())

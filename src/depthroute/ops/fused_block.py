@@ -16,7 +16,9 @@ from depthroute.ops import registered_block as registered
 from depthroute.ops.block import Ahead, BlockRead, Site
 
 
-def read_ahead(given: BlockRead) -> tuple[Ahead, tuple[Tensor, ...], tuple[Tensor, ...]]:
+def read_ahead(
+    given: BlockRead, rest: Tensor | None
+) -> tuple[Ahead, tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Run phase 1; see `depthroute.ops.block.read_ahead`."""
     num_values, keys = len(given.values), given.keys or ()
     options = (given.rule, given.share, given.norm_eps)
@@ -25,7 +27,14 @@ def read_ahead(given: BlockRead) -> tuple[Ahead, tuple[Tensor, ...], tuple[Tenso
     num = len(given.query)
     outs, lses, queries = (results[i * num : (i + 1) * num] for i in range(3))
     values = results[3 * num : 3 * num + num_values]
-    return Ahead(outs, lses, queries, True), values, results[3 * num + num_values :]
+    return Ahead(outs, lses, queries, True, rest), values, results[3 * num + num_values :]
+
+
+def merge(given: BlockRead) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Merge several sources; see `depthroute.ops.block.merge_norm`."""
+    options = (given.rule, given.norm_eps)
+    out, *values = _Merge.apply(given.query, given.lse, options, *given.values)
+    return out, tuple(values)
 
 
 def site(given: Site) -> tuple[Tensor, Tensor]:
@@ -87,7 +96,7 @@ class _ReadAhead(torch.autograd.Function):
             tuple(values), tuple(keys) or None, like if ctx.closes else None, query, rule, share,
             norm_eps,
         )  # fmt: skip
-        grad_values, grad_keys, grad_query = registered.read_ahead_bwd(
+        grad_values, grad_keys, _, grad_query = registered.read_ahead_bwd(
             given,
             first,
             weights,
@@ -104,6 +113,43 @@ class _ReadAhead(torch.autograd.Function):
         per_key = () if grad_keys is None else grad_keys.unbind(0)
         pending = (per_value[-1],) if ctx.closes else ()
         return (grad_query, None, None, None, *per_value, *per_key, *pending)
+
+
+class _Merge(torch.autograd.Function):
+    """Phase 1 of one query over a read and some sources, which pass through."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, lse: Tensor, options: tuple[Any, ...], *values: Tensor
+    ) -> tuple[Tensor, ...]:
+        rule, norm_eps = options
+        given = BlockRead(values, None, None, query[:1], rule, 1.0, norm_eps, lse)
+        first, _, _, _, *saved = registered.read_ahead_fwd(given)
+        ctx.save_for_backward(query, lse, first, *saved, *values)
+        ctx.options = options
+        ctx.set_materialize_grads(False)
+        return (first, *(x.view_as(x) for x in values[1:]))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor | None, *later: Tensor | None) -> tuple[Any, ...]:
+        query, lse, first, weights, logits, rstds, norm_rstds, *values = ctx.saved_tensors
+        rule, norm_eps = ctx.options
+        given = BlockRead(tuple(values), None, None, query[:1], rule, 1.0, norm_eps, lse)
+        grad_values, _, grad_lse, grad_query = registered.read_ahead_bwd(
+            given,
+            first,
+            weights,
+            logits,
+            rstds,
+            norm_rstds,
+            [torch.zeros_like(first) if grad_out is None else grad_out],
+            [lse],  # not read: the read is complete
+            _with_zeros(later) or None,
+            None,
+            [query],
+        )
+        return (grad_query, grad_lse, None, *grad_values.unbind(0))
 
 
 class _Site(torch.autograd.Function):

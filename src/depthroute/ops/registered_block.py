@@ -48,14 +48,15 @@ def read_ahead_bwd(
     grad_values: list[Tensor] | None,
     grad_keys: list[Tensor] | None,
     slots: list[Tensor],
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return the gradients of values, keys and query."""
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """Return the `ReadAheadGradients` of phase 1."""
     saved = (first, weights, logits, rstds, norm_rstds)
     if torch.compiler.is_compiling():
-        values, keys, query = _read_ahead_backward(
+        values, keys, lse, query = _read_ahead_backward(
             *_flat(given), *saved, grad_outs, grad_lses, grad_values or [], grad_keys or [], slots
         )
-        return values, None if given.keys is None else keys, query
+        none_or = (None if given.keys is None else keys, None if given.lse is None else lse)
+        return values, *none_or, query
     from depthroute.ops.kernels.read_ahead_bwd import read_ahead_bwd as launch
 
     return tuple(launch(given, *saved, grad_outs, grad_lses, grad_values, grad_keys, slots))  # type: ignore[return-value]
@@ -95,6 +96,7 @@ def _flat(given: BlockRead) -> tuple[Any, ...]:
         list(given.keys or ()),
         given.pending,
         given.query,
+        given.lse,
         *_numbers(given),
     )
 
@@ -104,6 +106,7 @@ def _block_read(
     keys: Sequence[Tensor],
     pending: Tensor | None,
     query: Tensor,
+    lse: Tensor | None,
     key_norm: str,
     eps: float,
     scale: float,
@@ -111,7 +114,9 @@ def _block_read(
     norm_eps: float | None,
 ) -> BlockRead:
     rule = ScoreRule(1, cast(KeyNorm, key_norm), eps, scale)
-    return BlockRead(tuple(values), tuple(keys) or None, pending, query, rule, share, norm_eps)
+    return BlockRead(
+        tuple(values), tuple(keys) or None, pending, query, rule, share, norm_eps, lse
+    )
 
 
 def _without_none(results: Sequence[Tensor | None], like: Tensor) -> tuple[Any, ...]:
@@ -124,6 +129,7 @@ def _read_ahead(
     keys: Sequence[Tensor],
     pending: Tensor | None,
     query: Tensor,
+    lse: Tensor | None,
     key_norm: str,
     eps: float,
     scale: float,
@@ -132,15 +138,15 @@ def _read_ahead(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from depthroute.ops.kernels.read_ahead_fwd import read_ahead_fwd as launch
 
-    given = _block_read(values, keys, pending, query, key_norm, eps, scale, share, norm_eps)
+    given = _block_read(values, keys, pending, query, lse, key_norm, eps, scale, share, norm_eps)
     return _without_none(launch(given), query)
 
 
 @_read_ahead.register_fake
-def _(values, keys, pending, query, *numbers):  # type: ignore[no-untyped-def]
+def _(values, keys, pending, query, lse, *numbers):  # type: ignore[no-untyped-def]
     from depthroute.ops.kernels.block_layout import BlockLayout, ReadAhead
 
-    given = _block_read(values, keys, pending, query, *numbers)
+    given = _block_read(values, keys, pending, query, lse, *numbers)
     return _without_none(ReadAhead.empty(BlockLayout.of(given), given), query)
 
 
@@ -150,6 +156,7 @@ def _read_ahead_backward(
     keys: Sequence[Tensor],
     pending: Tensor | None,
     query: Tensor,
+    lse: Tensor | None,
     key_norm: str,
     eps: float,
     scale: float,
@@ -165,10 +172,10 @@ def _read_ahead_backward(
     grad_values: Sequence[Tensor],
     grad_keys: Sequence[Tensor],
     slots: Sequence[Tensor],
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from depthroute.ops.kernels.read_ahead_bwd import read_ahead_bwd as launch
 
-    given = _block_read(values, keys, pending, query, key_norm, eps, scale, share, norm_eps)
+    given = _block_read(values, keys, pending, query, lse, key_norm, eps, scale, share, norm_eps)
     grads = launch(
         given, first, weights, logits, rstds, norm_rstds, grad_outs, grad_lses,
         grad_values or None, grad_keys or None, slots,
@@ -177,11 +184,12 @@ def _read_ahead_backward(
 
 
 @_read_ahead_backward.register_fake
-def _(values, keys, pending, query, key_norm, eps, scale, share, norm_eps, *rest):  # type: ignore[no-untyped-def]
+def _(values, keys, pending, query, lse, key_norm, eps, scale, share, norm_eps, *rest):  # type: ignore[no-untyped-def]
     from depthroute.ops.kernels.block_layout import ReadAheadGradients
 
-    given = _block_read(values, keys, pending, query, key_norm, eps, scale, share, norm_eps)
-    return _without_none(ReadAheadGradients.empty(given), query)
+    *_, slots = rest
+    given = _block_read(values, keys, pending, query, lse, key_norm, eps, scale, share, norm_eps)
+    return _without_none(ReadAheadGradients.empty(given, slots), query)
 
 
 @torch.library.custom_op("depthroute::site", mutates_args=())

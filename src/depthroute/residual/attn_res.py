@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
 import torch
@@ -10,12 +10,20 @@ from torch import Tensor, nn
 
 from depthroute.config import config_dataclass
 from depthroute.ops import depth_weights
-from depthroute.ops.block import Ahead, add_merge_norm, read_ahead, scaled
+from depthroute.ops.block import Ahead, add_merge_norm, merge_norm, read_ahead, scaled
 from depthroute.ops.scores import ScoreRule, accumulation_dtype
 from depthroute.residual.base import Cost, Draw, Kind, Norm, ResidualScheme
-from depthroute.residual.depth_blocks import block_counts, block_ends, block_stops, check_blocks
+from depthroute.residual.depth_blocks import (
+    block_counts,
+    block_ends,
+    block_stops,
+    check_blocks,
+    read_groups,
+)
 from depthroute.residual.keys import KeyConfig, TailKey, build_key
 
+# reads that one pass over the closed sources serves, where blocks are shorter
+_READS_AHEAD = 6
 _NUM_ROLES = {"shared": 1, "qk_v": 2, "q_k_v": 3}
 
 
@@ -72,7 +80,8 @@ class AttnResState(NamedTuple):
     pending: Tensor | None  # a write that `total` lacks, or the last value where no block is open
     total_key: Tensor | None
     queries: tuple[Tensor, ...]  # of the blocks to come, [rows, R]
-    ahead: Ahead | None  # phase 1 of the block's next reads
+    ahead: Ahead | None  # phase 1 of the next reads
+    num_read: int  # values that it has read
 
 
 class AttnRes(ResidualScheme):
@@ -114,14 +123,15 @@ class AttnRes(ResidualScheme):
         self.num_roles = (0, *(roles.get(kind, 1) for kind in (*self.kinds, "head")[1:]))
         # rows starts[t] to starts[t + 1] serve the read at site t
         self.starts = (0, *accumulate(self.num_roles))
-        firsts = dict.fromkeys((1, *self.ends)) if self.ends else ()  # where a block is read ahead
-        self.rows = [self.starts[self.stops[site]] - self.starts[site] for site in firsts]
+        self.groups = read_groups(self.ends, _READS_AHEAD)
+        cuts = [*(self.starts[site] for site in self.groups), self.starts[-1]]
+        self.rows = [stop - start for start, stop in pairwise(cuts)] if self.ends else []
         self.query = nn.Parameter(torch.zeros(self.starts[-1], self.key.rank, dtype=torch.float32))
 
     @property
     def depth_block_ends(self) -> tuple[int, ...]:
-        """Cut at block ends, where no phase-1 result is alive."""
-        return self.ends
+        """Cut at block ends where no phase-1 result is alive."""
+        return (*(site for site in self.groups if 1 < site < len(self.kinds)), len(self.kinds))
 
     def forward(self, x: Tensor) -> AttnResState:
         """Make the embedding the first source."""
@@ -131,7 +141,8 @@ class AttnRes(ResidualScheme):
         query = self.query if torch.is_grad_enabled() else self.query.detach()
         # cut once: the gradient of the queries is then put together once
         queries = query.split(self.rows)
-        return AttnResState((x,), () if key is None else (key,), None, None, None, queries, None)
+        keys = () if key is None else (key,)
+        return AttnResState((x,), keys, None, None, None, queries, None, 0)
 
     def read(
         self, state: AttnResState, site: int, norm: Norm
@@ -141,6 +152,8 @@ class AttnRes(ResidualScheme):
             return (norm(state.values[0]),), state
         if state.ahead is None:
             state = self._read_ahead(state, site, norm)
+        if len(state.values) > state.num_read:
+            return self._merge(state, site, norm)
         ahead, num_roles = state.ahead, self.num_roles[site]
         assert ahead is not None
         if state.total is None:
@@ -160,6 +173,22 @@ class AttnRes(ResidualScheme):
             roles.append(role)
             lacks, ahead = (None, total), ahead.without(1)
         return tuple(roles), state._replace(total=total, pending=None, ahead=ahead)
+
+    def _merge(
+        self, state: AttnResState, site: int, norm: Norm
+    ) -> tuple[tuple[Tensor, ...], AttnResState]:
+        """Read at a site before which blocks closed that phase 1 did not see."""
+        state = self.settle(state)
+        is_open = () if state.total is None else (self._scaled(state.total, site),)
+        ahead, values, roles = state.ahead, state.values, []
+        assert ahead is not None
+        for _ in range(self.num_roles[site]):
+            new = (*values[state.num_read :], *is_open)
+            role, new = merge_norm(ahead, new, rule=self.rule, norm=norm)
+            values = (*values[: state.num_read], *new[: len(values) - state.num_read])
+            roles.append(role)
+            ahead = ahead.without(1)
+        return tuple(roles), state._replace(values=values, ahead=ahead)
 
     def write(self, state: AttnResState, site: int, y: Tensor) -> AttnResState:
         """Leave the output to the next read, which adds it to its block."""
@@ -185,7 +214,7 @@ class AttnRes(ResidualScheme):
             total=None,
             pending=pending,
             total_key=None,
-            ahead=None,
+            ahead=state.ahead if state.ahead is not None and state.ahead.outs else None,
         )
 
     def settle(self, state: AttnResState) -> AttnResState:
@@ -255,14 +284,18 @@ class AttnRes(ResidualScheme):
             bias=self._bias(len(state.values), site, state.values[0]),
             rule=self.rule,
             complete=0 if is_open else self.num_roles[site],
+            num_now=self.starts[self.stops[site]] - self.starts[site],
             norm=norm,
         )
+        if ahead.rest is not None:
+            queries = [ahead.rest, *queries]
         return state._replace(
             values=values,
             keys=keys,
             pending=state.pending if is_open else None,
             queries=tuple(queries),
             ahead=ahead,
+            num_read=len(values),
         )
 
     def _queries(self, site: int, stop: int) -> Tensor:

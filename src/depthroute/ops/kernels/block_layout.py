@@ -130,16 +130,19 @@ class ReadAheadGradients(NamedTuple):
 
     values: Tensor  # [S, *b, D]
     keys: Tensor | None  # [S, *b, R]
-    query: Tensor  # [Q, R]; of a launch, [programs, Q, R]
+    lse: Tensor | None  # [*b], less `<grad_value, value>` of the read that it belongs to
+    query: Tensor  # [Q, R]; of a merge, its slot `[programs, R]`
 
     @classmethod
-    def empty(cls, given: BlockRead) -> "ReadAheadGradients":
+    def empty(cls, given: BlockRead, slots: Sequence[Tensor]) -> "ReadAheadGradients":
         """Allocate them."""
         values, keys = given.values, given.keys
+        query = given.query if given.lse is None else slots[0]
         return cls(
             values[0].new_empty((len(values), *values[0].shape)),
             None if keys is None else keys[0].new_empty((len(keys), *keys[0].shape)),
-            given.query.new_empty(given.query.shape),
+            None if given.lse is None else given.lse.new_empty(given.lse.shape),
+            query.new_empty(query.shape),
         )
 
 

@@ -53,9 +53,9 @@ def read_ahead_bwd(
         slots: What sites return for their queries, Q or fewer `[rows, R]`, the last ones.
     """
     at = BlockLayout.of(given)
-    grads = ReadAheadGradients.empty(given)
+    grads = ReadAheadGradients.empty(given, slots)
     if not at.T:
-        return grads._replace(query=torch.zeros_like(given.query))
+        return grads._replace(query=torch.zeros_like(grads.query))
     dot, update = block_layout.ahead_dots(at), block_layout.ahead_update(at)
     columns = triton.cdiv(at.D, update.columns)
     programs = num_programs(at.T, max(1, update.programs // columns), rstds.device)
@@ -64,8 +64,13 @@ def read_ahead_bwd(
     later = None if later_values is None else contiguous_rows(later_values)
     grad_logits, pulls = torch.empty_like(logits), torch.empty_like(rstds)
     alongs = None if norm_rstds is None else torch.empty_like(norm_rstds)
+    is_merge = given.lse is not None
+    if is_merge:
+        programs = len(slots[0])
     parts = triton.cdiv(at.S, SOURCES_AT_ONCE)
     grad_query = None if at.separate else rstds.new_empty((parts, programs, at.Q, at.R))
+    if is_merge:  # each program's row is what the slot takes
+        grad_query = grads.query.view(1, programs, 1, at.R)
     for start in range(0, at.Q, at.queries_at_once):
         group = slice(start, start + at.queries_at_once)
         count, has_first = len(upstream[group]), given.norm_eps is not None and start == 0
@@ -85,6 +90,7 @@ def read_ahead_bwd(
             grad_logits,
             pulls,
             alongs,
+            grads.lse,
             at.T,
             start,
             given.rule.scale,
@@ -122,6 +128,7 @@ def read_ahead_bwd(
                 BD=update.columns,
                 AHEAD=update.stages,
                 COUNT_S=len(values[some]),
+                OLD=int(is_merge),
                 num_warps=update.num_warps,
                 maxnreg=update.max_registers,
                 **shared,
@@ -129,14 +136,15 @@ def read_ahead_bwd(
         later = grads.values.unbind(0)
     if grad_query is None:
         grad_query = scores_bwd(given, grad_logits, logits, rstds, later_keys, grads.keys)
-    sum_programs(grad_query.flatten(0, -3), grads.query, slots)
+    if not is_merge:
+        sum_programs(grad_query.flatten(0, -3), grads.query, slots)
     return grads
 
 
 @triton.jit
 def grad_logits_kernel(
     grad_outs, grad_lses, first, values, weights, logits, rstds, norm_rstds, grad_logits, pulls,
-    alongs, num_tokens, start, scale, norm_eps,
+    alongs, grad_old_lse, num_tokens, start, scale, norm_eps,
     NORM_FIRST: tl.constexpr, Q: tl.constexpr, COUNT: tl.constexpr, S: tl.constexpr,
     D: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr, SEPARATE: tl.constexpr,
     BT: tl.constexpr, QP: tl.constexpr, SP: tl.constexpr, BK: tl.constexpr, EXACT: tl.constexpr,
@@ -196,6 +204,9 @@ def grad_logits_kernel(
         b_a = tl.where((o_q == 0)[:, None], b_first, b_a)
     o_z = (t_n * S + o_s)[None, :] * Q + start + o_q[:, None]
     b_w = tl.load(weights + o_z, mask=is_pair, other=0.0)
+    if grad_old_lse is not None:
+        p_old = grad_old_lse + t_m[:, None] + o_n[None, :] * 0
+        tl.store(p_old, b_w * b_c[:, None], mask=is_pair & (o_s == 0)[None, :])
     b_gz = b_w * (b_a + b_c[:, None])
     if not SEPARATE:
         b_r = tl.load(rstds + t_n * S + o_s, mask=m_n, other=0.0)
@@ -208,14 +219,14 @@ def grad_logits_kernel(
 
 
 @triton.jit
-def _load_pair(values, later_values, i, o_v, m_d, SEPARATE: tl.constexpr):
+def _load_pair(values, later_values, i, o_v, m_d, SEPARATE: tl.constexpr, OLD: tl.constexpr):
     """Load source i, unless its keys are separate, and what its gradient is so far."""
     b_v = tl.zeros([1], tl.float32)
     if not SEPARATE:
         b_v = tl.load(values[i] + o_v, mask=m_d, other=0.0)
     b_later = tl.zeros([1], tl.float32)
-    if later_values is not None:
-        b_later = tl.load(later_values[i] + o_v, mask=m_d, other=0.0)
+    if later_values is not None and i >= OLD:  # a read that is merged is used nowhere else
+        b_later = tl.load(later_values[i - OLD] + o_v, mask=m_d, other=0.0)
     return b_v, b_later
 
 
@@ -226,6 +237,7 @@ def update_kernel(
     NORM_FIRST: tl.constexpr, Q: tl.constexpr, COUNT: tl.constexpr, S: tl.constexpr,
     D: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr, SEPARATE: tl.constexpr,
     LAST: tl.constexpr, BD: tl.constexpr, AHEAD: tl.constexpr, COUNT_S: tl.constexpr,
+    OLD: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of the sources in a block of columns, token by token.
 
@@ -253,10 +265,10 @@ def update_kernel(
             b_gs = b_gs + (b_g,)
         b_vs = ()
         for i in tl.static_range(min(COUNT_S, AHEAD)):
-            b_vs = b_vs + (_load_pair(values, later_values, i, o_v, m_d, SEPARATE),)
+            b_vs = b_vs + (_load_pair(values, later_values, i, o_v, m_d, SEPARATE, OLD),)
         for i in tl.static_range(COUNT_S):
             if i + AHEAD < COUNT_S:  # in flight while this one is used
-                b_vs = b_vs + (_load_pair(values, later_values, i + AHEAD, o_v, m_d, SEPARATE),)
+                b_vs = b_vs + (_load_pair(values, later_values, i + AHEAD, o_v, m_d, SEPARATE, OLD),)
             b_v, b_dv = b_vs[i][0].to(tl.float32), b_vs[i][1].to(tl.float32)
             o_z = (o_row * S + first_source + i) * Q + start
             if SEPARATE:

@@ -31,6 +31,7 @@ def read_ahead_fwd(given: BlockRead) -> ReadAhead:
         contiguous_rows(given.values),
         pending,
         given.query.contiguous(),
+        given.lse,
         *result,
         0 if pending is None else pending.stride(0),
         at.T,
@@ -50,7 +51,7 @@ def read_ahead_fwd(given: BlockRead) -> ReadAhead:
 
 @triton.jit
 def read_ahead_fwd_kernel(
-    values, pending, query, first, out, lse, closed, weights, logits, rstds, norm_rstds,
+    values, pending, query, old_lse, first, out, lse, closed, weights, logits, rstds, norm_rstds,
     stride_pending, num_tokens, num_queries, eps, scale, share, norm_eps, NORM_FIRST: tl.constexpr,
     S: tl.constexpr, SP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, R: tl.constexpr,
     NORM: tl.constexpr, SEPARATE: tl.constexpr,
@@ -85,6 +86,9 @@ def read_ahead_fwd_kernel(
         else:
             b_k = tl.where(m_k[None, :], b_v, 0.0)
             b_r = tl.rsqrt(tl.sum(b_k * b_k, axis=1) / R + eps)
+        if old_lse is not None:  # a read, which has no key
+            b_r = tl.where(o_s == 0, 0.0, b_r)
+            b_old = tl.load(old_lse + o_row)
         tl.store(rstds + o_row * S + o_s, b_r, mask=m_s)
 
     for j in range(num_queries):
@@ -95,6 +99,8 @@ def read_ahead_fwd_kernel(
             p_q = query + j * R + o_d - (D - R)
             b_q = tl.load(p_q, mask=m_k, other=0.0, eviction_policy="evict_last")
             b_z = tl.sum(b_v * b_q[None, :], axis=1) * (b_r * scale)
+            if old_lse is not None:
+                b_z = tl.where(o_s == 0, b_old, b_z)
             tl.store(logits + o_z, b_z, mask=m_s)
             b_z = tl.where(m_s, b_z, float("-inf"))
         b_top = tl.max(b_z, axis=0)
