@@ -80,7 +80,8 @@ def test_reads_without_a_gradient_count_as_zeros(name: str, used: list[int]) -> 
     case = CASES[name]
 
     def some(case: Case, leaves: Leaves, norm: Any) -> list[Tensor]:
-        return [scheduled(case, leaves, norm)[i] for i in used]
+        outs = scheduled(case, leaves, norm)
+        return [outs[i] for i in used]
 
     exact, upstream = make(case), [upstream_of(case)[i] for i in used]
     names = [*map(str, used), *exact.names]
