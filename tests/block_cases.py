@@ -196,6 +196,15 @@ STACKS = {
     "block1_of_12": Stack(AttnResConfig(num_blocks=1, key=LOW_RANK), num_sublayers=12),
     "uneven": Stack(AttnResConfig(block_ends=(1, 6, 8))),
     "full": Stack(AttnResConfig(num_blocks=0)),
+    "seventeen_sources": Stack(AttnResConfig(num_blocks=0), num_sublayers=16),
+    "streamed_low_rank": Stack(AttnResConfig(num_blocks=0, key=LOW_RANK), 20, num_sublayers=20),
+    "streamed_full_norm": Stack(AttnResConfig(num_blocks=0, key=FULL_NORM), num_sublayers=18),
+    "streamed_projected": Stack(
+        AttnResConfig(num_blocks=0, key=ProjectedKey(rank=4)), num_sublayers=18
+    ),
+    "pairs": Stack(AttnResConfig(num_blocks=4), num_sublayers=8, settled=(3, 4)),
+    "short_and_long": Stack(AttnResConfig(block_ends=(1, 2, 5, 6, 14, 16)), num_sublayers=16),
+    "pairs_mean": Stack(AttnResConfig(num_blocks=4, summary=Summary(alpha=0.5)), dim=20),
     "low_rank": Stack(AttnResConfig(num_blocks=3, key=LOW_RANK), dim=20),
     "full_norm": Stack(AttnResConfig(num_blocks=3, key=FULL_NORM)),
     "full_norm_whole": Stack(AttnResConfig(num_blocks=2, key=TailKey(norm="full"))),
@@ -216,7 +225,6 @@ OTHER_STACKS = {
     "beta": Stack(AttnResConfig(num_blocks=3, summary=Summary(alpha=0.5, beta=0.7))),
     "roles": Stack(AttnResConfig(num_blocks=3, roles="q_k_v")),
     "roles_other_norm": Stack(AttnResConfig(num_blocks=2, roles="qk_v"), norm=torch.clone),
-    "seventeen_sources": Stack(AttnResConfig(num_blocks=0), num_sublayers=16),
 }
 
 
@@ -258,6 +266,22 @@ def count_launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         monkeypatch.setattr(module, name, counted)
     return counts
+
+
+def expected_launches(stack: Stack) -> tuple[int, int]:
+    """Return how often sources are read for one or more queries, and blocks merged at sites."""
+    if isinstance(stack.config, PreNormConfig):
+        return 0, stack.num_sublayers - len(stack.settled)
+    scheme = ToyModel(stack.config, num_sublayers=stack.num_sublayers).residual
+    separate = isinstance(stack.config.key, ProjectedKey)
+    groups = {1, *scheme.ends} if separate else {*scheme.groups}
+    reads = sites = new = 0
+    for site in range(1, stack.num_sublayers + 1):
+        is_open = site not in scheme.ends
+        new = 0 if site in groups else new + (not is_open)
+        reads += (site in groups) + (new > 0)
+        sites += is_open and not new
+    return reads, sites
 
 
 class StackRuns(NamedTuple):

@@ -19,10 +19,9 @@ pytestmark = [
 ]
 
 TOKENS = 64
-STEPS = {
-    *("read_ahead_fwd_kernel", "grad_logits_kernel", "update_kernel", "sum_programs_kernel"),
-    *("site_fwd_kernel", "site_bwd_kernel"),
-}
+SITES = {"site_fwd_kernel", "site_bwd_kernel"}
+HELD, STREAMED = {"read_ahead_fwd_kernel"}, {"weights_kernel", "mix_kernel"}
+BACKWARD = {"grad_logits_kernel", "update_kernel", "sum_programs_kernel"}
 SCORES = {"scores_fwd_kernel", "scores_bwd_kernel"}
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # that a program may have
 # stack that phase 1 of five sources has on sm_100, at the 128 registers that ptxas aims for
@@ -38,6 +37,14 @@ class Shape(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
     norm: Any = "tail"
     closes: bool = True
+    merge: bool = False  # of a read with sources that closed since
+
+    @property
+    def kernels(self) -> set[str]:
+        streamed = STREAMED | ({"norm_kernel"} if self.closes else set())
+        ahead = HELD if self.sources <= 16 else streamed
+        backward = BACKWARD - ({"sum_programs_kernel"} if self.merge else set())
+        return ahead | backward | SITES | (SCORES if self.separate else set())
 
 
 SHAPES = {
@@ -48,6 +55,9 @@ SHAPES = {
     "head": Shape(9, 1, 1024, 1024),
     "wide": Shape(8, 6, 2048, 2048),
     "separate": Shape(8, 6, 1024, 32, separate=True),
+    "streamed": Shape(43, 6, 1024, 1024),
+    "streamed_low_rank": Shape(43, 6, 1024, 128),
+    "merge": Shape(6, 1, 1024, 1024, merge=True),
 }
 # every branch at sizes that compile fast
 BRANCHES = {
@@ -55,18 +65,15 @@ BRANCHES = {
     "tail_full_norm": Shape(2, 9, 48, 7, norm="full", dtype=torch.float16),
     "no_norm": Shape(1, 2, 48, 48, norm="none", closes=False),
     "separate_odd": Shape(3, 3, 37, 50, separate=True, norm="none", closes=False),
-    "most_sources": Shape(16, 2, 64, 64, dtype=torch.float32),
+    "most_held": Shape(16, 2, 64, 64, dtype=torch.float32),
+    "most_streamed": Shape(64, 9, 64, 7, dtype=torch.float16, norm="full", closes=False),
+    "streamed_separate": Shape(17, 2, 37, 5, separate=True, dtype=torch.float32),
+    "merge_full_norm": Shape(2, 1, 48, 7, norm="full", merge=True),
 }
 
 
-class OnDevice(Tensor):
-    """A tensor on the CPU that is compiled for as one on a GPU."""
-
-    is_cuda = property(lambda self: True)
-
-
 def empty(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.empty(size, dtype=dtype).as_subclass(OnDevice)
+    return torch.empty(size, dtype=dtype)
 
 
 def launch_all(shape: Shape) -> None:
@@ -89,11 +96,12 @@ def launch_all(shape: Shape) -> None:
     given = BlockRead(
         values(shape.sources),
         keys,
-        pending if shape.closes else None,
+        pending if shape.closes and not shape.merge else None,
         empty(num_queries, rank),
         rule,
         1.0,
         1e-6 if shape.closes else None,
+        empty(TOKENS) if shape.merge else None,
     )
     read = read_ahead_fwd(given)
     read_ahead_bwd(
@@ -101,9 +109,9 @@ def launch_all(shape: Shape) -> None:
         *(read.first, read.weights, read.logits, read.rstds, read.norm_rstds),
         values(num_queries),
         numbers(num_queries),
-        values(shape.sources),
+        values(shape.sources - shape.merge),
         keys,
-        [empty(8, rank)] * (num_queries - shape.closes),
+        [empty(8, rank)] * (num_queries - shape.closes + shape.merge),
     )
     key = keys[0] if keys else None
     routed = Site(x, empty(TOKENS), empty(8, rank), x, y, key, rule, 1.0, 1e-6)
@@ -117,7 +125,7 @@ def launch_all(shape: Shape) -> None:
 def compiled_for(capability: int, shape: Shape, folder: Path) -> list[Compiled]:
     with recorded_launches(capability, folder) as kernels:
         launch_all(shape)
-    assert {kernel.name for kernel in kernels} == STEPS | (SCORES if shape.separate else set())
+    assert {kernel.name for kernel in kernels} == shape.kernels
     assert max(kernel.shared_bytes for kernel in kernels) <= SHARED_BYTES[capability]
     return kernels
 
@@ -129,7 +137,7 @@ def test_no_register_spills(shape: Shape, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("capability", [80, 100])
-@pytest.mark.parametrize("name", ["eight", "five", "wide", "separate"])
+@pytest.mark.parametrize("name", ["eight", "five", "wide", "separate", "streamed"])
 def test_other_generations_compile(name: str, capability: int, tmp_path: Path) -> None:
     for kernel in compiled_for(capability, SHAPES[name], tmp_path):
         is_ahead = kernel.name == "read_ahead_fwd_kernel"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from depthroute.residual.depth_blocks import block_counts, block_ends, block_stops
+from depthroute.residual.depth_blocks import block_counts, block_ends, block_stops, read_groups
 
 
 @pytest.mark.parametrize(
@@ -39,3 +39,21 @@ def test_counts_and_stops(
 ) -> None:
     assert block_counts(ends) == counts
     assert block_stops(ends) == stops
+
+
+@pytest.mark.parametrize(
+    ("ends", "most", "groups"),
+    [
+        ((6, 12), 6, (1, 6, 12)),
+        ((1, 2, 3, 4), 3, (1, 3)),
+        ((1, 2, 3, 4, 5, 6, 7, 8), 6, (1, 6)),
+        ((3, 6, 9), 6, (1, 6)),
+        ((1, 9), 6, (1, 9)),
+        ((8,), 6, (1, 8)),
+        ((), 6, ()),
+    ],
+)
+def test_short_blocks_share_a_pass(
+    ends: tuple[int, ...], most: int, groups: tuple[int, ...]
+) -> None:
+    assert read_groups(ends, most) == groups

@@ -79,8 +79,8 @@ def read_ahead(
     bias: Tensor | None,
     rule: ScoreRule,
     complete: int,
-    num_now: int,
     norm: Norm,
+    num_now: int | None = None,
 ) -> tuple[Ahead, tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Read the closed sources for all queries of a block; the last source may close on the way.
 
@@ -94,9 +94,9 @@ def read_ahead(
         bias: Logit offsets of the sources, `[S]`.
         rule: Heads, key norm, eps and scale.
         complete: How many of the reads, from the first, miss no source; they are normed here.
-        num_now: How many come before another source closes. The kernels serve all, if keys are
-            cut from values, and leave what closes meanwhile to `merge_norm`.
         norm: Norm of every read.
+        num_now: How many come before another source closes; None for all. The kernels serve all,
+            if keys are cut from values, and leave what closes meanwhile to `merge_norm`.
 
     Returns:
         The reads to come; the values and the keys to use from here on. Gradients of later uses
@@ -106,6 +106,7 @@ def read_ahead(
     if complete and eps is None:
         fuses = False
     if not fuses or keys is not None or eps is None:
+        num_now = len(query) if num_now is None else num_now
         query, rest = query[:num_now], query[num_now:] if num_now < len(query) else None
     else:
         rest = None

@@ -114,9 +114,7 @@ def _block_read(
     norm_eps: float | None,
 ) -> BlockRead:
     rule = ScoreRule(1, cast(KeyNorm, key_norm), eps, scale)
-    return BlockRead(
-        tuple(values), tuple(keys) or None, pending, query, rule, share, norm_eps, lse
-    )
+    return BlockRead(tuple(values), tuple(keys) or None, pending, query, rule, share, norm_eps, lse)
 
 
 def _without_none(results: Sequence[Tensor | None], like: Tensor) -> tuple[Any, ...]:

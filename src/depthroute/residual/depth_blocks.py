@@ -65,8 +65,8 @@ def read_groups(ends: tuple[int, ...], most: int) -> tuple[int, ...]:
     """Return the sites where one pass over the closed sources may serve reads to come.
 
     Whole blocks share a pass up to `most` reads, and longer ones have one of their own; the last
-    read, after all writes, counts as one more. Ends `(6, 12)` with at most 6 give `(1, 6, 12)`, ends
-    `(1, 2, 3, 4)` with at most 3 give `(1, 3)`.
+    read, after all writes, counts as one more. Ends `(6, 12)` with at most 6 give `(1, 6, 12)`,
+    ends `(1, 2, 3, 4)` with at most 3 give `(1, 3)`.
     """
     groups, last = [1] if ends else [], 0
     for end, following in pairwise((*ends, ends[-1] + 1 if ends else 0)):

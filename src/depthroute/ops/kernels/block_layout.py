@@ -10,6 +10,7 @@ from depthroute.ops.block import BlockRead, Site
 from depthroute.ops.kernels.layout import power_of_two
 from depthroute.ops.kernels.sources import num_programs
 
+_PACKED = torch.contiguous_format
 # queries whose gradients a backward pass holds at once
 QUERIES_AT_ONCE = 8
 # sources that a program of the forward pass holds, and those of one launch by columns
@@ -88,7 +89,8 @@ def site_forward(width: int) -> Launch:
 
 def site_backward(width: int) -> Launch:
     """Choose the launch of its backward pass."""
-    return Launch(_warps(width, 512), programs=8, max_registers=128)
+    num_warps = _warps(width, 512)
+    return Launch(num_warps, max(1, 16 // num_warps), 128)  # all registers of a processor
 
 
 def _warps(numbers: int, of_a_warp: int) -> int:
@@ -189,8 +191,14 @@ class SiteGradients(NamedTuple):
 
 
 def contiguous_rows(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return tensors whose rows follow each other, without a copy of those that are so."""
-    return tuple(x if x.is_contiguous() else x.contiguous() for x in tensors)
+    """Return tensors whose rows follow each other from an address that is a multiple of 16.
+
+    Without a copy of those that are so.
+    """
+    return tuple(
+        x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.clone(memory_format=_PACKED)
+        for x in tensors
+    )
 
 
 def site_programs(tokens: int, width: int, device: torch.device) -> int:

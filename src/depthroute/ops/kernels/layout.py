@@ -1,6 +1,7 @@
 """Sizes of a read, the tiles that cover them, and operands flattened to rows."""
 
 import math
+import os
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -9,6 +10,9 @@ import torch
 from torch import Tensor
 
 from depthroute.ops.scores import ScoreRule
+
+# the interpreter multiplies 16-bit matrices wrongly
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def power_of_two(n: int) -> int:

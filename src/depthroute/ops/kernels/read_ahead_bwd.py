@@ -22,7 +22,7 @@ from depthroute.ops.kernels.block_layout import (
     ReadAheadGradients,
     contiguous_rows,
 )
-from depthroute.ops.kernels.layout import power_of_two
+from depthroute.ops.kernels.layout import INTERPRETED, power_of_two
 from depthroute.ops.kernels.select import pointer_to
 from depthroute.ops.kernels.separate_keys import scores_bwd
 from depthroute.ops.kernels.sources import num_programs
@@ -99,7 +99,7 @@ def read_ahead_bwd(
             QP=queries,
             SP=sources,
             BK=min(dot.columns, power_of_two(at.D)),
-            EXACT=values[0].dtype != torch.float32 and values[0].is_cuda,
+            EXACT=values[0].dtype != torch.float32 and not INTERPRETED,
             num_warps=dot.num_warps,
             num_stages=dot.stages,
             **shared,
@@ -268,7 +268,9 @@ def update_kernel(
             b_vs = b_vs + (_load_pair(values, later_values, i, o_v, m_d, SEPARATE, OLD),)
         for i in tl.static_range(COUNT_S):
             if i + AHEAD < COUNT_S:  # in flight while this one is used
-                b_vs = b_vs + (_load_pair(values, later_values, i + AHEAD, o_v, m_d, SEPARATE, OLD),)
+                b_vs = b_vs + (
+                    _load_pair(values, later_values, i + AHEAD, o_v, m_d, SEPARATE, OLD),
+                )
             b_v, b_dv = b_vs[i][0].to(tl.float32), b_vs[i][1].to(tl.float32)
             o_z = (o_row * S + first_source + i) * Q + start
             if SEPARATE:

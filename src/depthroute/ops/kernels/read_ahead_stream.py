@@ -13,7 +13,7 @@ import triton.language as tl
 from depthroute.ops.block import BlockRead
 from depthroute.ops.kernels import block_layout
 from depthroute.ops.kernels.block_layout import BlockLayout, ReadAhead, contiguous_rows
-from depthroute.ops.kernels.layout import as_rows, power_of_two
+from depthroute.ops.kernels.layout import INTERPRETED, as_rows, power_of_two
 from depthroute.ops.kernels.select import pointer_to
 from depthroute.ops.kernels.sources import num_programs
 
@@ -50,7 +50,7 @@ def read_ahead_stream(given: BlockRead, at: BlockLayout, result: ReadAhead) -> N
             QP=max(8, power_of_two(count)),
             SP=sources,
             BK=min(dot.columns, power_of_two(at.D)),
-            SPLIT=values[0].dtype == torch.bfloat16 and values[0].is_cuda,
+            SPLIT=values[0].dtype == torch.bfloat16 and not INTERPRETED,
             num_warps=dot.num_warps,
             num_stages=dot.stages,
             **shared,
@@ -102,9 +102,9 @@ def weights_kernel(
     m_m = (t_m < num_tokens) & (o_s < S)
     o_z = (t_m * S + o_s) * Q + start
     o_j = tl.arange(0, QP)
+    o_zj, m_z = o_z[:, None] + o_j[None, :], m_m[:, None] & (o_j < COUNT)[None, :]
     if SEPARATE:
-        m_z = m_m[:, None] & (o_j < COUNT)[None, :]
-        b_z = tl.load(logits + o_z[:, None] + o_j[None, :], mask=m_z, other=0.0)
+        b_z = tl.load(logits + o_zj, mask=m_z, other=0.0)
     else:
         p_v = pointer_to(values, o_s, S) + t_m * D
         b_acc = tl.zeros([BT * SP, 2 * QP], tl.float32)
@@ -140,7 +140,7 @@ def weights_kernel(
             b_r = tl.rsqrt(tl.sum(b_square, axis=1) / (D if NORM == "full" else R) + eps)
         tl.store(rstds + t_m * S + o_s, b_r, mask=m_m)
         b_z = tl.sum(tl.reshape(b_acc, [BT * SP, 2, QP]), axis=1) * (b_r * scale)[:, None]
-        tl.store(logits + o_z[:, None] + o_j[None, :], b_z, mask=m_m[:, None] & (o_j < COUNT)[None, :])
+        tl.store(logits + o_zj, b_z, mask=m_z)
 
     # over the sources of each token
     b_z = tl.where((o_s < S)[:, None], b_z, float("-inf"))
@@ -149,7 +149,7 @@ def weights_kernel(
     b_e = tl.exp(b_z - b_top[:, None, :])
     b_sum = tl.sum(b_e, axis=1)
     b_w = tl.reshape(b_e / b_sum[:, None, :], [BT * SP, QP])
-    tl.store(weights + o_z[:, None] + o_j[None, :], b_w, mask=m_m[:, None] & (o_j < COUNT)[None, :])
+    tl.store(weights + o_zj, b_w, mask=m_z)
     o_t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     p_lse = lse + (start + o_j)[None, :] * tl.cast(num_tokens, tl.int64) + o_t[:, None]
     m_lse = (o_t < num_tokens)[:, None] & (o_j < COUNT)[None, :]
@@ -169,7 +169,7 @@ def mix_kernel(
     for t in range(tl.program_id(1), num_tokens, tl.num_programs(1)):
         o_row = tl.cast(t, tl.int64)
         b_accs = ()
-        for j in tl.static_range(COUNT):
+        for _ in tl.static_range(COUNT):
             b_accs = b_accs + (tl.zeros([BD], tl.float32),)
         b_vs = ()
         for i in tl.static_range(min(S, AHEAD)):
