@@ -1,13 +1,13 @@
 """The launchers of the block schedule; under torch.compile, as operations that it takes whole."""
 
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from depthroute.ops.block import BlockRead, Site
-from depthroute.ops.scores import KeyNorm, ScoreRule
+from depthroute.ops.scores import ScoreRule
 
 
 def site_rows(num_tokens: int, width: int, device: torch.device) -> int:
@@ -91,164 +91,107 @@ def _numbers(given: BlockRead | Site) -> tuple[Any, ...]:
 
 
 def _flat(given: BlockRead) -> tuple[Any, ...]:
-    return (
-        list(given.values),
-        list(given.keys or ()),
-        given.pending,
-        given.query,
-        given.lse,
-        *_numbers(given),
-    )
+    sources = (list(given.values), list(given.keys or ()))
+    return (*sources, given.pending, given.query, given.lse, *_numbers(given))
 
 
-def _block_read(
-    values: Sequence[Tensor],
-    keys: Sequence[Tensor],
-    pending: Tensor | None,
-    query: Tensor,
-    lse: Tensor | None,
-    key_norm: str,
-    eps: float,
-    scale: float,
-    share: float,
-    norm_eps: float | None,
-) -> BlockRead:
-    rule = ScoreRule(1, cast(KeyNorm, key_norm), eps, scale)
-    return BlockRead(tuple(values), tuple(keys) or None, pending, query, rule, share, norm_eps, lse)
+# schemas are written out: each argument list serves an operation and its backward pass
+_NUMBERS = "str key_norm, float eps, float scale, float share, float? norm_eps"
+_READ = f"Tensor[] values, Tensor[] keys, Tensor? pending, Tensor query, Tensor? lse, {_NUMBERS}"
+_SAVED = "Tensor? first, Tensor weights, Tensor logits, Tensor rstds, Tensor? norm_rstds"
+_GRADS = (
+    "Tensor[] grad_outs, Tensor[] grad_lses, Tensor[] later_values, Tensor[] later_keys, "
+    "Tensor[] slots"
+)
+_TENSORS = "Tensor? old, Tensor? lse, Tensor? query, Tensor? total, Tensor pending, Tensor? key"
+
+
+def _operation(name: str, arguments: str, num_results: int) -> Callable[[Any], Any]:
+    schema = f"({arguments}) -> ({', '.join(['Tensor'] * num_results)})"
+    return torch.library.custom_op(f"depthroute::{name}", mutates_args=(), schema=schema)
+
+
+def _block_read(*arguments: Any) -> BlockRead:
+    values, keys, pending, query, lse, key_norm, eps, scale, share, norm_eps = arguments
+    rule = ScoreRule(1, key_norm, eps, scale)
+    keys = tuple(keys) or None
+    return BlockRead(tuple(values), keys, pending, query, rule, share, norm_eps, lse)
+
+
+def _site_of(*arguments: Any) -> Site:
+    old, lse, query, total, pending, key, key_norm, eps, scale, share, norm_eps = arguments
+    rule = ScoreRule(1, key_norm, eps, scale)
+    return Site(old, lse, query, total, pending, key, rule, share, norm_eps)
 
 
 def _without_none(results: Sequence[Tensor | None], like: Tensor) -> tuple[Any, ...]:
     return tuple(like.new_empty(0) if x is None else x for x in results)
 
 
-@torch.library.custom_op("depthroute::read_ahead", mutates_args=())
-def _read_ahead(
-    values: Sequence[Tensor],
-    keys: Sequence[Tensor],
-    pending: Tensor | None,
-    query: Tensor,
-    lse: Tensor | None,
-    key_norm: str,
-    eps: float,
-    scale: float,
-    share: float,
-    norm_eps: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+@_operation("read_ahead", _READ, 8)
+def _read_ahead(*arguments: Any) -> tuple[Tensor, ...]:
     from depthroute.ops.kernels.read_ahead_fwd import read_ahead_fwd as launch
 
-    given = _block_read(values, keys, pending, query, lse, key_norm, eps, scale, share, norm_eps)
-    return _without_none(launch(given), query)
+    given = _block_read(*arguments)
+    return _without_none(launch(given), given.query)
 
 
 @_read_ahead.register_fake
-def _(values, keys, pending, query, lse, *numbers):  # type: ignore[no-untyped-def]
+def _(*arguments: Any) -> tuple[Tensor, ...]:
     from depthroute.ops.kernels.block_layout import BlockLayout, ReadAhead
 
-    given = _block_read(values, keys, pending, query, lse, *numbers)
-    return _without_none(ReadAhead.empty(BlockLayout.of(given), given), query)
+    given = _block_read(*arguments)
+    return _without_none(ReadAhead.empty(BlockLayout.of(given), given), given.query)
 
 
-@torch.library.custom_op("depthroute::read_ahead_backward", mutates_args=())
-def _read_ahead_backward(
-    values: Sequence[Tensor],
-    keys: Sequence[Tensor],
-    pending: Tensor | None,
-    query: Tensor,
-    lse: Tensor | None,
-    key_norm: str,
-    eps: float,
-    scale: float,
-    share: float,
-    norm_eps: float | None,
-    first: Tensor | None,
-    weights: Tensor,
-    logits: Tensor,
-    rstds: Tensor,
-    norm_rstds: Tensor | None,
-    grad_outs: Sequence[Tensor],
-    grad_lses: Sequence[Tensor],
-    grad_values: Sequence[Tensor],
-    grad_keys: Sequence[Tensor],
-    slots: Sequence[Tensor],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@_operation("read_ahead_backward", f"{_READ}, {_SAVED}, {_GRADS}", 4)
+def _read_ahead_backward(*arguments: Any) -> tuple[Tensor, ...]:
     from depthroute.ops.kernels.read_ahead_bwd import read_ahead_bwd as launch
 
-    given = _block_read(values, keys, pending, query, lse, key_norm, eps, scale, share, norm_eps)
-    grads = launch(
-        given, first, weights, logits, rstds, norm_rstds, grad_outs, grad_lses,
-        grad_values or None, grad_keys or None, slots,
-    )  # fmt: skip
-    return _without_none(grads, query)
+    given, rest = _block_read(*arguments[:10]), arguments[10:]
+    *saved_and_grads, later_values, later_keys, slots = rest
+    grads = launch(given, *saved_and_grads, later_values or None, later_keys or None, slots)  # type: ignore[call-arg]
+    return _without_none(grads, given.query)
 
 
 @_read_ahead_backward.register_fake
-def _(values, keys, pending, query, lse, key_norm, eps, scale, share, norm_eps, *rest):  # type: ignore[no-untyped-def]
+def _(*arguments: Any) -> tuple[Tensor, ...]:
     from depthroute.ops.kernels.block_layout import ReadAheadGradients
 
-    *_, slots = rest
-    given = _block_read(values, keys, pending, query, lse, key_norm, eps, scale, share, norm_eps)
-    return _without_none(ReadAheadGradients.empty(given, slots), query)
+    given = _block_read(*arguments[:10])
+    return _without_none(ReadAheadGradients.empty(given, arguments[-1]), given.query)
 
 
-@torch.library.custom_op("depthroute::site", mutates_args=())
-def _site(
-    old: Tensor | None,
-    lse: Tensor | None,
-    query: Tensor | None,
-    total: Tensor | None,
-    pending: Tensor,
-    key: Tensor | None,
-    key_norm: str,
-    eps: float,
-    scale: float,
-    share: float,
-    norm_eps: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+@_operation("site", f"{_TENSORS}, {_NUMBERS}", 3)
+def _site(*arguments: Any) -> tuple[Tensor, ...]:
     from depthroute.ops.kernels.add_merge_norm import site_fwd as launch
 
-    rule = ScoreRule(1, cast(KeyNorm, key_norm), eps, scale)
-    given = Site(old, lse, query, total, pending, key, rule, share, norm_eps)
-    return _without_none(launch(given), pending)
+    given = _site_of(*arguments)
+    return _without_none(launch(given), given.pending)
 
 
 @_site.register_fake
-def _(old, lse, query, total, pending, *rest):  # type: ignore[no-untyped-def]
+def _(*arguments: Any) -> tuple[Tensor, ...]:
     from depthroute.ops.kernels.block_layout import SiteResult
 
-    rule = ScoreRule(1, "none", 1.0, 1.0)
-    given = Site(old, lse, query, total, pending, None, rule, 1.0, None)
-    return _without_none(SiteResult.empty(given), pending)
+    given = _site_of(*arguments)
+    return _without_none(SiteResult.empty(given), given.pending)
 
 
-@torch.library.custom_op("depthroute::site_backward", mutates_args=())
-def _site_backward(
-    old: Tensor | None,
-    lse: Tensor | None,
-    query: Tensor | None,
-    total: Tensor | None,
-    value: Tensor,
-    key: Tensor | None,
-    key_norm: str,
-    eps: float,
-    scale: float,
-    share: float,
-    norm_eps: float | None,
-    out: Tensor,
-    numbers: Tensor,
-    grad_out: Tensor,
-    grad_total: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+_SITE_BACKWARD = "Tensor out, Tensor numbers, Tensor grad_out, Tensor? grad_total"
+
+
+@_operation("site_backward", f"{_TENSORS}, {_NUMBERS}, {_SITE_BACKWARD}", 5)
+def _site_backward(*arguments: Any) -> tuple[Tensor, ...]:
     from depthroute.ops.kernels.add_merge_norm import site_bwd as launch
 
-    rule = ScoreRule(1, cast(KeyNorm, key_norm), eps, scale)
-    given = Site(old, lse, query, total, value, key, rule, share, norm_eps)
-    return _without_none(launch(given, out, numbers, grad_out, grad_total), out)
+    given = _site_of(*arguments[:-4])
+    return _without_none(launch(given, *arguments[-4:]), given.pending)
 
 
 @_site_backward.register_fake
-def _(old, lse, query, total, value, key, *rest):  # type: ignore[no-untyped-def]
+def _(*arguments: Any) -> tuple[Tensor, ...]:
     from depthroute.ops.kernels.block_layout import SiteGradients
 
-    rule = ScoreRule(1, "none", 1.0, 1.0)
-    given = Site(old, lse, query, total, value, key, rule, 1.0, None)
-    return _without_none(SiteGradients.empty(given), value)
+    given = _site_of(*arguments[:-4])
+    return _without_none(SiteGradients.empty(given), given.pending)
