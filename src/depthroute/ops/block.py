@@ -102,14 +102,11 @@ def read_ahead(
         The reads to come; the values and the keys to use from here on. Gradients of later uses
         come back through them, so that each source's is read and written once a block.
     """
-    eps, fuses = rms_eps(norm), complete < 2 and _fuses(values, rule, bias)
-    if complete and eps is None:
-        fuses = False
-    if not fuses or keys is not None or eps is None:
-        num_now = len(query) if num_now is None else num_now
-        query, rest = query[:num_now], query[num_now:] if num_now < len(query) else None
-    else:
-        rest = None
+    eps, rest = rms_eps(norm), None
+    fuses = complete < 2 and (eps is not None or not complete) and _fuses(values, rule, bias)
+    serves_all = fuses and keys is None and eps is not None
+    if not serves_all and num_now is not None and num_now < len(query):
+        query, rest = query[:num_now], query[num_now:]
     if not fuses:
         if pending is not None:
             values = (*values[:-1], scaled(values[-1] + pending, share))

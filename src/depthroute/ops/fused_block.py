@@ -15,6 +15,8 @@ from torch.autograd.function import once_differentiable
 from depthroute.ops import registered_block as registered
 from depthroute.ops.block import Ahead, BlockRead, Site
 
+_NUM_SAVED = 5  # results of phase 1 that its backward pass takes, from `first` to `norm_rstds`
+
 
 def read_ahead(
     given: BlockRead, rest: Tensor | None
@@ -80,14 +82,16 @@ class _ReadAhead(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        query, first, weights, logits, rstds, norm_rstds, *tensors = ctx.saved_tensors
+        query, *rest = ctx.saved_tensors
+        saved, tensors = rest[:_NUM_SAVED], rest[_NUM_SAVED:]
         values, keys = tensors[: ctx.num_values], tensors[ctx.num_values :]
         rule, share, norm_eps = ctx.options
         num = len(query)
         like = values[0]
         grad_outs = [torch.zeros_like(like) if g is None else g for g in grads[:num]]
         grad_lses = [
-            logits.new_zeros(like.shape[:-1]) if g is None else g for g in grads[num : 2 * num]
+            like.new_zeros(like.shape[:-1], dtype=torch.float32) if g is None else g
+            for g in grads[num : 2 * num]
         ]
         # the first read may have no site; all others have
         slots = _with_zeros(grads[2 * num + (norm_eps is not None) : 3 * num])
@@ -98,11 +102,7 @@ class _ReadAhead(torch.autograd.Function):
         )  # fmt: skip
         grad_values, grad_keys, _, grad_query = registered.read_ahead_bwd(
             given,
-            first,
-            weights,
-            logits,
-            rstds,
-            norm_rstds,
+            saved,
             grad_outs,
             grad_lses,
             _with_zeros(later[: ctx.num_values]) or None,
@@ -133,16 +133,14 @@ class _Merge(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, *later: Tensor | None) -> tuple[Any, ...]:
-        query, lse, first, weights, logits, rstds, norm_rstds, *values = ctx.saved_tensors
+        query, lse, *rest = ctx.saved_tensors
+        saved, values = rest[:_NUM_SAVED], rest[_NUM_SAVED:]
+        first = saved[0]
         rule, norm_eps = ctx.options
         given = BlockRead(tuple(values), None, None, query[:1], rule, 1.0, norm_eps, lse)
         grad_values, _, grad_lse, grad_query = registered.read_ahead_bwd(
             given,
-            first,
-            weights,
-            logits,
-            rstds,
-            norm_rstds,
+            saved,
             [torch.zeros_like(first) if grad_out is None else grad_out],
             [lse],  # not read: the read is complete
             _with_zeros(later) or None,

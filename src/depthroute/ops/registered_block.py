@@ -38,19 +38,20 @@ def read_ahead_fwd(given: BlockRead) -> tuple[Any, ...]:
 
 def read_ahead_bwd(
     given: BlockRead,
-    first: Tensor | None,
-    weights: Tensor,
-    logits: Tensor,
-    rstds: Tensor,
-    norm_rstds: Tensor | None,
+    saved: Sequence[Any],
     grad_outs: list[Tensor],
     grad_lses: list[Tensor],
     grad_values: list[Tensor] | None,
     grad_keys: list[Tensor] | None,
     slots: list[Tensor],
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """Return the `ReadAheadGradients` of phase 1."""
-    saved = (first, weights, logits, rstds, norm_rstds)
+    """Return the `ReadAheadGradients` of phase 1.
+
+    Args:
+        given: Its arguments, the last source complete.
+        saved: Of its results `first`, `weights`, `logits`, `rstds` and `norm_rstds`.
+        grad_outs, grad_lses, grad_values, grad_keys, slots: As the launcher takes them.
+    """
     if torch.compiler.is_compiling():
         values, keys, lse, query = _read_ahead_backward(
             *_flat(given), *saved, grad_outs, grad_lses, grad_values or [], grad_keys or [], slots
@@ -59,7 +60,8 @@ def read_ahead_bwd(
         return values, *none_or, query
     from depthroute.ops.kernels.read_ahead_bwd import read_ahead_bwd as launch
 
-    return tuple(launch(given, *saved, grad_outs, grad_lses, grad_values, grad_keys, slots))  # type: ignore[return-value]
+    grads = launch(given, *saved, grad_outs, grad_lses, grad_values, grad_keys, slots)  # type: ignore[call-arg]
+    return tuple(grads)  # type: ignore[return-value]
 
 
 def site_fwd(given: Site) -> tuple[Tensor | None, Tensor, Tensor]:

@@ -82,6 +82,13 @@ def ahead_update(at: BlockLayout) -> Columns:
     return Columns(min(128, power_of_two(at.D)), 1, 3, programs=16)
 
 
+def column_grid(at: BlockLayout, device: torch.device) -> tuple[int, int]:
+    """Return the blocks of columns of the second part, and the programs for each of them."""
+    launch = ahead_update(at)
+    columns = -(-at.D // launch.columns)
+    return columns, num_programs(at.T, max(1, launch.programs // columns), device)
+
+
 def site_forward(width: int) -> Launch:
     """Choose the launch of a site."""
     return Launch(_warps(width, 1024))

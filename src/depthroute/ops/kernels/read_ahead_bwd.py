@@ -25,7 +25,6 @@ from depthroute.ops.kernels.block_layout import (
 from depthroute.ops.kernels.layout import INTERPRETED, power_of_two
 from depthroute.ops.kernels.select import pointer_to
 from depthroute.ops.kernels.separate_keys import scores_bwd
-from depthroute.ops.kernels.sources import num_programs
 from depthroute.ops.kernels.sums import sum_programs
 
 
@@ -57,8 +56,7 @@ def read_ahead_bwd(
     if not at.T:
         return grads._replace(query=torch.zeros_like(grads.query))
     dot, update = block_layout.ahead_dots(at), block_layout.ahead_update(at)
-    columns = triton.cdiv(at.D, update.columns)
-    programs = num_programs(at.T, max(1, update.programs // columns), rstds.device)
+    columns, programs = block_layout.column_grid(at, rstds.device)
     values, query = contiguous_rows(given.values), given.query.contiguous()
     upstream = contiguous_rows(grad_outs)
     later = None if later_values is None else contiguous_rows(later_values)

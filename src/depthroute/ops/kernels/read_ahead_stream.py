@@ -15,7 +15,6 @@ from depthroute.ops.kernels import block_layout
 from depthroute.ops.kernels.block_layout import BlockLayout, ReadAhead, contiguous_rows
 from depthroute.ops.kernels.layout import INTERPRETED, as_rows, power_of_two
 from depthroute.ops.kernels.select import pointer_to
-from depthroute.ops.kernels.sources import num_programs
 
 
 def read_ahead_stream(given: BlockRead, at: BlockLayout, result: ReadAhead) -> None:
@@ -25,8 +24,7 @@ def read_ahead_stream(given: BlockRead, at: BlockLayout, result: ReadAhead) -> N
     stride = 0 if pending is None else pending.stride(0)
     query, has_first = given.query.contiguous(), given.norm_eps is not None
     dot, update = block_layout.ahead_dots(at), block_layout.ahead_update(at)
-    columns = triton.cdiv(at.D, update.columns)
-    programs = num_programs(at.T, max(1, update.programs // columns), values[0].device)
+    columns, programs = block_layout.column_grid(at, values[0].device)
     sources = power_of_two(at.S)
     for start in range(0, at.Q, at.queries_at_once):
         count = min(at.queries_at_once, at.Q - start)
