@@ -93,8 +93,9 @@ def measure(case: Case, models: dict[str, CausalLM], options: argparse.Namespace
     functions = {name: prepare(model, case) for name, model in models.items()}
     for function in functions.values():
         function()
+    repeats = max(1, options.repeats // case.batch) if case.past == 0 else options.repeats
     rounds = [
-        {name: once_ms(function, options.repeats) for name, function in functions.items()}
+        {name: once_ms(function, repeats) for name, function in functions.items()}
         for _ in range(options.rounds)
     ]
     base = next(iter(models))
@@ -127,8 +128,9 @@ def main() -> None:
     given = {name: value for name, value in vars(options).items() if name != "out"}
     print(json.dumps(environment() | given), file=options.out, flush=True)
     models = {name: build(name, options) for name in options.variants}
-    cases = [Case(kind, 1, 0, options.prompt) for kind in ("prefill", "prefill_replayed")]
-    cases += [Case("decode_replayed", batch, options.context, 1) for batch in options.batches]
+    sizes = {"prefill": (0, options.prompt), "decode_replayed": (options.context, 1)}
+    sizes["prefill_replayed"] = sizes["prefill"]
+    cases = [Case(kind, batch, *sizes[kind]) for kind in sizes for batch in options.batches]
     for case in cases:
         measure(case, models, options)
 

@@ -9,6 +9,7 @@ line.
 """
 
 import argparse
+import gc
 import json
 import sys
 import time
@@ -54,6 +55,7 @@ def build(name: str, options: argparse.Namespace) -> Variant:
     step()
     torch.cuda.synchronize()
     seconds = time.perf_counter() - started
+    gc.collect()  # nodes of the first graph belong to this stream, which no capture may touch
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()  # of other variants' weights and graphs
     parameters = sum(p.nbytes for p in model.parameters())

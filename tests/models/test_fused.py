@@ -11,7 +11,7 @@ from block_cases import count_launches
 from depthroute.models import CausalLM
 from depthroute.models.decoder import Checkpointing
 from depthroute.ops import use_backend
-from helpers import VARIANTS, assert_all_close, ignore_dynamo_warnings, tiny_model
+from helpers import VARIANTS, assert_all_close, assert_close, ignore_dynamo_warnings, tiny_model
 
 pytestmark = [
     pytest.mark.kernel,
@@ -50,6 +50,18 @@ def test_a_compiled_decoder_has_the_gradients_of_plain_pytorch(
     assert_all_close(actual, expected, names_of(model), rtol=1e-4)
     assert eager
     assert launches == eager
+
+
+@ignore_dynamo_warnings
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["prenorm", "attn_res_block3", "attn_res_full", "p_lr"])
+def test_a_compiled_decoder_evaluates_like_an_eager_one(name: str) -> None:
+    model = tiny_model(VARIANTS[name], num_hidden_layers=3)
+    with use_backend("triton"):
+        expected = model(IDS)
+        torch.compiler.reset()
+        actual = torch.compile(model, backend="aot_eager", fullgraph=True)(IDS)
+    assert_close(actual, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("checkpointing", ["layer", "depth_block"])

@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 from depthroute.ops import depth_attend, depth_merge, use_backend
-from depthroute.ops.fused import attend_op, merge_op
+from depthroute.ops.registered import (
+    attend_backward_op,
+    attend_op,
+    merge_backward_op,
+    merge_op,
+)
 from depthroute.ops.reference import depth_attend_reference
 from helpers import assert_all_close, assert_close, gradients, ignore_dynamo_warnings, literal_read
 from read_cases import (
@@ -284,19 +289,19 @@ def test_operations_are_registered_as_torch_expects(name: str) -> None:
     split = {key: list(given[key].detach().unbind(0)) for key in ("values", "keys") if key in given}
     leaves = {key: [x.requires_grad_() for x in items] for key, items in split.items()}
     bias, null = given.get("bias"), given.get("null")
-    torch.library.opcheck(
-        attend_op,
-        (
-            leaves["values"],
-            leaves.get("keys", []),
-            given["query"],
-            bias,
-            null,
-            torch.float32,
-            *rule,
-        ),
-    )
+    read = (leaves["values"], leaves.get("keys", []), given["query"], bias, null)
+    torch.library.opcheck(attend_op, (*read, torch.float32, *rule))
+    out, lse, *numbers = attend_op(*read, torch.float32, *rule)
+    check_gradient(attend_backward_op, (out, lse, *read, *numbers, lse), rule)
     one = make_merge(case, torch.float32)
     tensors = [one.get(key) for key in ("out", "lse", "value", "query", "key")]
     bias = one["bias"].detach().unsqueeze(1).requires_grad_() if "bias" in one else None
     torch.library.opcheck(merge_op, (*tensors, bias, *rule))
+    out, lse, *numbers = merge_op(*tensors, bias, *rule)
+    check_gradient(merge_backward_op, (out, lse, *tensors, bias, *numbers), rule)
+
+
+def check_gradient(operation: Any, given: tuple[Any, ...], rule: tuple[Any, ...]) -> None:
+    """Check what a compiler is told of the operation behind a gradient, strides included."""
+    given = torch.utils._pytree.tree_map(lambda x: x.detach() if x is not None else x, given)
+    torch.library.opcheck(operation, (*given, *rule))

@@ -54,23 +54,21 @@ class _ReadAhead(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        num_values: int,
-        num_keys: int,
-        options: tuple[Any, ...],
-        *tensors: Tensor,
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        # not named: without gradients Dynamo of torch 2.11 leaves ctx out where it counts as many
+        # arguments as names
+        query, num_values, num_keys, options, *tensors = arguments
         values, keys = tensors[:num_values], tensors[num_values : num_values + num_keys]
         pending = tensors[num_values + num_keys] if len(tensors) > num_values + num_keys else None
         rule, share, norm_eps = options
-        given = BlockRead(values, keys or None, pending, query, rule, share, norm_eps)
+        given = BlockRead(
+            tuple(values), tuple(keys) or None, pending, query, rule, share, norm_eps
+        )
         first, out, lse, closed, *saved = registered.read_ahead_fwd(given)
         threaded = [x.view_as(x) for x in (*values, *keys)]
         if closed is not None:
             threaded[num_values - 1] = closed
-            values = (*values[:-1], closed)
+            values = [*values[:-1], closed]
         ctx.save_for_backward(query, first, *saved, *values, *keys)
         ctx.num_values, ctx.options, ctx.closes = num_values, options, pending is not None
         ctx.set_materialize_grads(False)
@@ -119,14 +117,12 @@ class _Merge(torch.autograd.Function):
     """Phase 1 of one query over a read and some sources, which pass through."""
 
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, lse: Tensor, options: tuple[Any, ...], *values: Tensor
-    ) -> tuple[Tensor, ...]:
-        rule, norm_eps = options
-        given = BlockRead(values, None, None, query[:1], rule, 1.0, norm_eps, lse)
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        query, lse, (rule, norm_eps), *values = arguments  # not named, as above
+        given = BlockRead(tuple(values), None, None, query[:1], rule, 1.0, norm_eps, lse)
         first, _, _, _, *saved = registered.read_ahead_fwd(given)
         ctx.save_for_backward(query, lse, first, *saved, *values)
-        ctx.options = options
+        ctx.options = rule, norm_eps
         ctx.set_materialize_grads(False)
         return (first, *(x.view_as(x) for x in values[1:]))
 

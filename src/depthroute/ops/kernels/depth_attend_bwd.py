@@ -47,9 +47,9 @@ def depth_attend_bwd(
     grads = AttendGradients.empty(values, keys, query, bias, null)
     if not at.T:
         return grads._replace(
-            query=torch.zeros_like(query),
-            bias=None if bias is None else torch.zeros_like(bias),
-            null=None if null is None else torch.zeros_like(null),
+            query=query.new_zeros(query.shape),
+            bias=None if bias is None else bias.new_zeros(bias.shape),
+            null=None if null is None else null.new_zeros(null.shape),
         )
     launch = tuning.backward(at)
     programs = num_programs(at.T, launch.programs, query.device)
@@ -111,7 +111,7 @@ def _sum_to_bias(grad_logits: Tensor, bias: Tensor) -> Tensor:
         summed = summed.sum(0, keepdim=True)
     if bias.shape[2:].numel() != summed.shape[2]:
         summed = summed.sum(2, keepdim=True)
-    return summed.reshape(bias.shape)
+    return summed.reshape(bias.shape).contiguous()
 
 
 @triton.jit

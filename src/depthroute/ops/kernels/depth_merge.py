@@ -89,8 +89,8 @@ def depth_merge_bwd(
     grads = MergeGradients.empty(out, lse, value, query, key, bias)
     if not at.T:
         return grads._replace(
-            query=torch.zeros_like(query),
-            bias=None if bias is None else torch.zeros_like(bias),
+            query=query.new_zeros(query.shape),
+            bias=None if bias is None else bias.new_zeros(bias.shape),
         )
     old, row, upstream = as_query_rows(out), as_rows(value), as_query_rows(grad_out)
     key_row = row if key is None else as_rows(key)
@@ -131,7 +131,7 @@ def depth_merge_bwd(
     )
     sum_programs(grad_query, grads.query)
     if bias is not None:
-        grads = grads._replace(bias=grad_logits.sum(-1).T.reshape(bias.shape))
+        grads = grads._replace(bias=grad_logits.sum(-1).T.reshape(bias.shape).contiguous())
     return grads
 
 
