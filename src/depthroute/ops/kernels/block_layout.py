@@ -79,7 +79,7 @@ def ahead_dots(at: BlockLayout) -> Columns:
 
 def ahead_update(at: BlockLayout) -> Columns:
     """Choose the launch of the second part."""
-    return Columns(min(128, power_of_two(at.D)), 1, 3, programs=16)
+    return Columns(max(16, min(64, power_of_two(at.D))), 1, 3, programs=8)
 
 
 def column_grid(at: BlockLayout, device: torch.device) -> tuple[int, int]:

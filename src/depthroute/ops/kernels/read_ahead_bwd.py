@@ -105,6 +105,8 @@ def read_ahead_bwd(
         for i in range(0, at.S, SOURCES_AT_ONCE):
             some = slice(i, i + SOURCES_AT_ONCE)
             part = i // SOURCES_AT_ONCE
+            sources = max(8, power_of_two(len(values[some])))
+            tokens = max(1, 16 // sources, 16 // queries)
             update_kernel[(columns, programs)](
                 upstream[group],
                 first,
@@ -123,10 +125,15 @@ def read_ahead_bwd(
                 i,
                 given.share if given.pending is not None else 1.0,
                 LAST=start + at.queries_at_once >= at.Q and i + SOURCES_AT_ONCE >= at.S,
-                BD=update.columns,
-                AHEAD=update.stages,
                 COUNT_S=len(values[some]),
                 OLD=int(is_merge),
+                BT=tokens,
+                QP=queries,
+                SP=sources,
+                CP=2 * max(8, power_of_two(count)),
+                BD=update.columns,
+                STAGES=update.stages,
+                SPLIT=values[0].dtype == torch.bfloat16 and not INTERPRETED,
                 num_warps=update.num_warps,
                 maxnreg=update.max_registers,
                 **shared,
@@ -217,15 +224,13 @@ def grad_logits_kernel(
 
 
 @triton.jit
-def _load_pair(values, later_values, i, o_v, m_d, SEPARATE: tl.constexpr, OLD: tl.constexpr):
-    """Load source i, unless its keys are separate, and what its gradient is so far."""
-    b_v = tl.zeros([1], tl.float32)
-    if not SEPARATE:
-        b_v = tl.load(values[i] + o_v, mask=m_d, other=0.0)
-    b_later = tl.zeros([1], tl.float32)
-    if later_values is not None and i >= OLD:  # a read that is merged is used nowhere else
-        b_later = tl.load(later_values[i - OLD] + o_v, mask=m_d, other=0.0)
-    return b_v, b_later
+def _split(x, SPLIT: tl.constexpr):
+    """Return numbers as two of bfloat16, which tensor cores multiply exactly; or as they are."""
+    high, low = x, x
+    if SPLIT:
+        high = x.to(tl.bfloat16)
+        low = (x - high.to(tl.float32)).to(tl.bfloat16)
+    return high, low
 
 
 @triton.jit
@@ -234,62 +239,93 @@ def update_kernel(
     grad_values, grad_query, num_tokens, start, first_source, share,
     NORM_FIRST: tl.constexpr, Q: tl.constexpr, COUNT: tl.constexpr, S: tl.constexpr,
     D: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr, SEPARATE: tl.constexpr,
-    LAST: tl.constexpr, BD: tl.constexpr, AHEAD: tl.constexpr, COUNT_S: tl.constexpr,
-    OLD: tl.constexpr,
+    LAST: tl.constexpr, COUNT_S: tl.constexpr, OLD: tl.constexpr, BT: tl.constexpr,
+    QP: tl.constexpr, SP: tl.constexpr, CP: tl.constexpr, BD: tl.constexpr,
+    STAGES: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of the sources in a block of columns, token by token.
+    """Write the gradients of the sources in a block of columns, BT tokens at a time.
 
-    The gradient of the queries stays in registers, one row for each program.
+    A source's gradient is the weights times the gradients of the reads, and what its logits got
+    times the queries: products of small matrices, the first one with a block for each token. The
+    gradient of the queries stays in registers, one row for each program. Float32 factors go through
+    tensor cores in two parts: those of the logits side by side in CP columns.
     """
     pid = tl.program_id(1)
     o_d = tl.program_id(0) * BD + tl.arange(0, BD)
     m_d, m_k = o_d < D, (o_d < D) & (o_d >= D - R)
+    o_m, o_n = tl.arange(0, BT * SP), tl.arange(0, BT * QP)
+    o_s, o_q, t_m, t_n = o_m % SP, o_n % QP, o_m // SP, o_n // QP
+    p_v = pointer_to(values, o_s, COUNT_S)
+    p_g = pointer_to(grad_outs, o_q, COUNT)
+    if NORM_FIRST:  # its gradient goes back through the norm: one row more
+        p_g = tl.multiple_of(tl.where(o_q == COUNT, first, p_g), 16)
+    if later_values is not None:  # a read that is merged is used nowhere else
+        p_l = pointer_to(later_values, o_s - OLD, COUNT_S - OLD)
+    o_j = tl.where(o_q == COUNT, 0, o_q)
+    o_i = t_m * S + first_source + o_s
+    o_w = o_i[:, None] * Q + start + o_j[None, :]
+    m_w = (t_m[:, None] == t_n[None, :]) & (o_s < COUNT_S)[:, None]
+    m_w = m_w & (o_q < COUNT + NORM_FIRST)[None, :]
     if not SEPARATE:
-        b_qs, b_dqs = (), ()
-        for j in tl.static_range(COUNT):
-            p_q = query + (start + j) * R + o_d - (D - R)
-            b_qs = b_qs + (tl.load(p_q, mask=m_k, other=0.0).to(tl.float32),)
-            b_dqs = b_dqs + (tl.zeros([BD], tl.float32),)
-    for t in range(pid, num_tokens, tl.num_programs(1)):
-        o_row = tl.cast(t, tl.int64)
-        o_v = o_row * D + o_d
-        b_gs = ()
-        for j in tl.static_range(COUNT):
-            b_g = tl.load(grad_outs[j] + o_v, mask=m_d, other=0.0).to(tl.float32)
-            if NORM_FIRST and j == 0:
-                b_x = tl.load(first + o_v, mask=m_d, other=0.0).to(tl.float32)
-                b_along, b_norm = tl.load(alongs + o_row), tl.load(norm_rstds + o_row)
-                b_g = b_norm * (b_g - b_x * b_along)
-            b_gs = b_gs + (b_g,)
-        b_vs = ()
-        for i in tl.static_range(min(COUNT_S, AHEAD)):
-            b_vs = b_vs + (_load_pair(values, later_values, i, o_v, m_d, SEPARATE, OLD),)
-        for i in tl.static_range(COUNT_S):
-            if i + AHEAD < COUNT_S:  # in flight while this one is used
-                b_vs = b_vs + (
-                    _load_pair(values, later_values, i + AHEAD, o_v, m_d, SEPARATE, OLD),
-                )
-            b_v, b_dv = b_vs[i][0].to(tl.float32), b_vs[i][1].to(tl.float32)
-            o_z = (o_row * S + first_source + i) * Q + start
-            if SEPARATE:
-                for j in tl.static_range(COUNT):
-                    b_dv += tl.load(weights + o_z + j) * b_gs[j]
+        o_c = tl.arange(0, CP)
+        is_high, o_cq = o_c < CP // 2, o_c % (CP // 2)
+        p_q = query + (start + o_cq)[:, None] * R + (o_d - (D - R))[None, :]
+        b_q = tl.load(p_q, mask=(o_cq < COUNT)[:, None] & m_k[None, :], other=0.0).to(tl.float32)
+        b_high, b_low = _split(b_q, SPLIT)
+        b_low = tl.where(is_high[:, None], b_low, 0.0)
+        b_dq = tl.zeros([CP, BD], tl.float32)
+        o_gd = o_i[:, None] * Q + start + o_cq[None, :]
+        m_gd = (o_s < COUNT_S)[:, None] & (o_cq < COUNT)[None, :]
+    steps = tl.cdiv(num_tokens, BT)
+    for step in tl.range(pid, steps, tl.num_programs(1), num_stages=STAGES):
+        t = tl.cast(step, tl.int64) * BT
+        m_t = t + t_m < num_tokens
+        m_v = (m_t & (o_s < COUNT_S))[:, None] & m_d[None, :]
+        m_g = ((t + t_n < num_tokens) & (o_q < COUNT + NORM_FIRST))[:, None] & m_d[None, :]
+        o_v = (t * D + (t_m * D)[:, None]) + o_d[None, :]
+        b_g = tl.load(p_g[:, None] + (t * D + (t_n * D)[:, None] + o_d[None, :]), mask=m_g, other=0.0)
+        b_w = tl.load(weights + t * (S * Q) + o_w, mask=m_w & m_t[:, None], other=0.0)
+        if NORM_FIRST:
+            m_a = t + t_n < num_tokens
+            b_norm = tl.load(norm_rstds + t + t_n, mask=m_a, other=0.0)
+            b_along = tl.load(alongs + t + t_n, mask=m_a, other=0.0)
+            b_f = tl.where(o_q == 0, b_norm, tl.where(o_q == COUNT, -b_norm * b_along, 1.0))
+            b_w *= b_f[None, :]
+        if not SPLIT:
+            b_g = b_g.to(tl.float32)
+        b_w_high, b_w_low = _split(b_w, SPLIT)
+        b_dv = tl.dot(b_w_high, b_g, input_precision="ieee")
+        if SPLIT:
+            b_dv = tl.dot(b_w_low, b_g, b_dv)
+        if not SEPARATE:
+            b_v = tl.load(p_v[:, None] + o_v, mask=m_v, other=0.0)
+            p_gd = grad_logits + t * (S * Q) + o_gd
+            b_gd = tl.load(p_gd, mask=m_gd & m_t[:, None], other=0.0)
+            b_gd_high, b_gd_low = _split(b_gd, SPLIT)
+            if SPLIT:
+                b_c = tl.where(is_high[None, :], b_gd_high, b_gd_low)
+                b_dv = tl.dot(b_c, b_high, b_dv)
+                b_dv = tl.dot(b_c, b_low, b_dv)
+                b_dq = tl.dot(tl.trans(b_c), b_v, b_dq)
             else:
-                b_new = ()
-                for j in tl.static_range(COUNT):
-                    b_gd = tl.load(grad_logits + o_z + j)
-                    b_dv += tl.load(weights + o_z + j) * b_gs[j] + b_gd * b_qs[j]
-                    b_new = b_new + (b_dqs[j] + b_gd * b_v,)
-                b_dqs = b_new
+                b_c = tl.where(is_high[None, :], b_gd, 0.0)
+                b_dv = tl.dot(b_c, b_high, b_dv, input_precision="ieee")
+                b_dq = tl.dot(tl.trans(b_c), b_v.to(tl.float32), b_dq, input_precision="ieee")
+            if NORM != "none":
+                b_pull = tl.load(pulls + t * S + o_i, mask=m_t & (o_s < COUNT_S), other=0.0)
+                b_pulled = b_v.to(tl.float32) * b_pull[:, None]
                 if NORM == "tail":
-                    b_dv -= tl.where(m_k, b_v, 0.0) * tl.load(pulls + o_row * S + first_source + i)
-                elif NORM == "full":
-                    b_dv -= b_v * tl.load(pulls + o_row * S + first_source + i)
-            if LAST and i == COUNT_S - 1:
-                b_dv *= share
-            p_dv = grad_values + (tl.cast(i, tl.int64) * num_tokens + o_row) * D + o_d
-            tl.store(p_dv, b_dv.to(grad_values.dtype.element_ty), mask=m_d)
+                    b_pulled = tl.where(m_k[None, :], b_pulled, 0.0)
+                b_dv -= b_pulled
+        if later_values is not None:
+            b_dv += tl.load(p_l[:, None] + o_v, mask=m_v & (o_s >= OLD)[:, None], other=0.0)
+        if LAST:
+            b_dv *= tl.where(o_s == COUNT_S - 1, share, 1.0)[:, None]
+        o_dv = tl.cast(o_s, tl.int64) * num_tokens + t + t_m
+        p_dv = grad_values + (o_dv * D)[:, None] + o_d[None, :]
+        tl.store(p_dv, b_dv.to(grad_values.dtype.element_ty), mask=m_v)
     if not SEPARATE:
-        for j in tl.static_range(COUNT):
-            p_dq = grad_query + (pid * Q + start + j) * R + o_d - (D - R)
-            tl.store(p_dq, b_dqs[j], mask=m_k)
+        b_dq = tl.sum(tl.reshape(b_dq, [2, CP // 2, BD]), axis=0)
+        o_cq = tl.arange(0, CP // 2)
+        p_dq = grad_query + (pid * Q + start + o_cq)[:, None] * R + (o_d - (D - R))[None, :]
+        tl.store(p_dq, b_dq, mask=(o_cq < COUNT)[:, None] & m_k[None, :])
