@@ -79,14 +79,18 @@ def ahead_dots(at: BlockLayout) -> Columns:
 
 def ahead_update(at: BlockLayout) -> Columns:
     """Choose the launch of the second part."""
-    return Columns(max(16, min(64, power_of_two(at.D))), 1, 3, programs=8)
+    return Columns(max(16, min(256, power_of_two(at.D))), 4, 3, programs=2)
 
 
-def column_grid(at: BlockLayout, device: torch.device) -> tuple[int, int]:
-    """Return the blocks of columns of the second part, and the programs for each of them."""
-    launch = ahead_update(at)
+def ahead_mix(at: BlockLayout) -> Columns:
+    """Choose the launch of the reads themselves where sources are streamed."""
+    return Columns(min(256, power_of_two(at.D)), 1, 3, programs=16)
+
+
+def column_grid(launch: Columns, at: BlockLayout, device: torch.device) -> tuple[int, int]:
+    """Return the blocks of columns, and the programs for each of them."""
     columns = -(-at.D // launch.columns)
-    return columns, num_programs(at.T, max(1, launch.programs // columns), device)
+    return columns, max(1, num_programs(at.T, launch.programs, device) // columns)
 
 
 def site_forward(width: int) -> Launch:

@@ -56,19 +56,18 @@ def read_ahead_bwd(
     if not at.T:
         return grads._replace(query=torch.zeros_like(grads.query))
     dot, update = block_layout.ahead_dots(at), block_layout.ahead_update(at)
-    columns, programs = block_layout.column_grid(at, rstds.device)
+    columns, programs = block_layout.column_grid(update, at, rstds.device)
     values, query = contiguous_rows(given.values), given.query.contiguous()
     upstream = contiguous_rows(grad_outs)
     later = None if later_values is None else contiguous_rows(later_values)
     grad_logits, pulls = torch.empty_like(logits), torch.empty_like(rstds)
     alongs = None if norm_rstds is None else torch.empty_like(norm_rstds)
     is_merge = given.lse is not None
-    if is_merge:
-        programs = len(slots[0])
     parts = triton.cdiv(at.S, SOURCES_AT_ONCE)
     grad_query = None if at.separate else rstds.new_empty((parts, programs, at.Q, at.R))
-    if is_merge:  # each program's row is what the slot takes
-        grad_query = grads.query.view(1, programs, 1, at.R)
+    if is_merge:  # the slot takes rows of its own number: programs write zeros to those left over
+        programs = min(programs, len(slots[0]))
+        grad_query = grads.query.view(1, len(slots[0]), 1, at.R)
     for start in range(0, at.Q, at.queries_at_once):
         group = slice(start, start + at.queries_at_once)
         count, has_first = len(upstream[group]), given.norm_eps is not None and start == 0
@@ -105,8 +104,8 @@ def read_ahead_bwd(
         for i in range(0, at.S, SOURCES_AT_ONCE):
             some = slice(i, i + SOURCES_AT_ONCE)
             part = i // SOURCES_AT_ONCE
-            sources = max(8, power_of_two(len(values[some])))
-            tokens = max(1, 16 // sources, 16 // queries)
+            sources = max(4, power_of_two(len(values[some])))
+            tokens = 16 // sources
             update_kernel[(columns, programs)](
                 upstream[group],
                 first,
@@ -121,6 +120,7 @@ def read_ahead_bwd(
                 grads.values[some],
                 None if grad_query is None else grad_query[part],
                 at.T,
+                0 if grad_query is None else grad_query.shape[1],
                 start,
                 i,
                 given.share if given.pending is not None else 1.0,
@@ -128,7 +128,7 @@ def read_ahead_bwd(
                 COUNT_S=len(values[some]),
                 OLD=int(is_merge),
                 BT=tokens,
-                QP=queries,
+                QP=max(queries, 16 // tokens),
                 SP=sources,
                 CP=2 * max(8, power_of_two(count)),
                 BD=update.columns,
@@ -236,7 +236,7 @@ def _split(x, SPLIT: tl.constexpr):
 @triton.jit
 def update_kernel(
     grad_outs, first, values, later_values, query, weights, grad_logits, pulls, alongs, norm_rstds,
-    grad_values, grad_query, num_tokens, start, first_source, share,
+    grad_values, grad_query, num_tokens, num_rows, start, first_source, share,
     NORM_FIRST: tl.constexpr, Q: tl.constexpr, COUNT: tl.constexpr, S: tl.constexpr,
     D: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr, SEPARATE: tl.constexpr,
     LAST: tl.constexpr, COUNT_S: tl.constexpr, OLD: tl.constexpr, BT: tl.constexpr,
@@ -327,5 +327,8 @@ def update_kernel(
     if not SEPARATE:
         b_dq = tl.sum(tl.reshape(b_dq, [2, CP // 2, BD]), axis=0)
         o_cq = tl.arange(0, CP // 2)
-        p_dq = grad_query + (pid * Q + start + o_cq)[:, None] * R + (o_d - (D - R))[None, :]
-        tl.store(p_dq, b_dq, mask=(o_cq < COUNT)[:, None] & m_k[None, :])
+        p_dq = grad_query + (start + o_cq)[:, None] * R + (o_d - (D - R))[None, :]
+        m_dq = (o_cq < COUNT)[:, None] & m_k[None, :]
+        tl.store(p_dq + pid * (Q * R), b_dq, mask=m_dq)
+        for row in range(pid + tl.num_programs(1), num_rows, tl.num_programs(1)):
+            tl.store(p_dq + row * (Q * R), tl.zeros_like(b_dq), mask=m_dq)

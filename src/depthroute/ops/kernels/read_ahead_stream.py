@@ -23,8 +23,8 @@ def read_ahead_stream(given: BlockRead, at: BlockLayout, result: ReadAhead) -> N
     pending = None if given.pending is None else as_rows(given.pending)
     stride = 0 if pending is None else pending.stride(0)
     query, has_first = given.query.contiguous(), given.norm_eps is not None
-    dot, update = block_layout.ahead_dots(at), block_layout.ahead_update(at)
-    columns, programs = block_layout.column_grid(at, values[0].device)
+    dot, mix = block_layout.ahead_dots(at), block_layout.ahead_mix(at)
+    grid = block_layout.column_grid(mix, at, values[0].device)
     sources = power_of_two(at.S)
     for start in range(0, at.Q, at.queries_at_once):
         count = min(at.queries_at_once, at.Q - start)
@@ -53,7 +53,7 @@ def read_ahead_stream(given: BlockRead, at: BlockLayout, result: ReadAhead) -> N
             num_stages=dot.stages,
             **shared,
         )
-        mix_kernel[(columns, programs)](
+        mix_kernel[grid](
             values,
             pending,
             result.first,
@@ -65,9 +65,9 @@ def read_ahead_stream(given: BlockRead, at: BlockLayout, result: ReadAhead) -> N
             start,
             given.share,
             HAS_FIRST=has_first,
-            BD=update.columns,
-            AHEAD=update.stages,
-            num_warps=update.num_warps,
+            BD=mix.columns,
+            AHEAD=mix.stages,
+            num_warps=mix.num_warps,
             **shared,
         )
     if has_first:
