@@ -79,11 +79,12 @@ def decode(model: CausalLM, case: Case) -> Callable[[], Any]:
     step = DecodeStep(model, cache)
     for _ in range(4):
         replayed = at_end(step)
-    if step.graph is None or not torch.equal(replayed, launched):
-        raise AssertionError("a replayed step gives other logits than a launched one")
-    error = (replayed - sliced).abs().max() / sliced.abs().max()
-    if not error < _TOLERANCE:
-        raise AssertionError(f"a step is {float(error):.3f} away from a pass with the cache")
+    if step.graph is None:
+        raise AssertionError("the step was not recorded")
+    for logits in (replayed, sliced):  # a recorded product may choose another algorithm
+        error = float((logits - launched).abs().max() / launched.abs().max())
+        if not error < _TOLERANCE:
+            raise AssertionError(f"logits differ by {error:.3f} of the largest: {case}")
     return lambda: at_end(step)
 
 

@@ -33,6 +33,7 @@ from block_cases import (
 )
 from depthroute.ops import block, use_backend
 from depthroute.ops.block import add_norm, read_ahead
+from depthroute.ops.kernels import block_layout
 from depthroute.residual import AttnResConfig, ProjectedKey
 from helpers import assert_all_close, assert_close, gradients
 
@@ -45,7 +46,8 @@ RTOL = 2e-5  # a stack of sublayers amplifies what a single read has
 
 
 @pytest.fixture(autouse=True)
-def _kernels() -> Any:
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(block_layout, "FEW_TOKENS", 0)
     with use_backend("triton"):
         yield
 
@@ -71,6 +73,17 @@ def test_reads_of_a_block_and_all_gradients_equal_single_passes(
         want = reads_and_gradients(case, exact, upstream, one_by_one)
     for a, b, name in zip(got, want, result_names(case, exact), strict=True):
         assert_close(a, b, name, RTOL, least=1.0)  # a query of one source does nothing
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_programs_that_share_a_token_read_what_one_program_reads(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaves = make(case).to(torch.float32)
+    alone = scheduled(case, leaves)
+    monkeypatch.setattr(block_layout, "FEW_TOKENS", 10**6)
+    assert_all_close(scheduled(case, leaves), alone, result_names(case, leaves)[: len(alone)])
 
 
 @pytest.mark.parametrize("used", [[0], [1], [2], [3], [0, 2], [1, 2, 3]], ids=str)

@@ -61,9 +61,7 @@ class _ReadAhead(torch.autograd.Function):
         values, keys = tensors[:num_values], tensors[num_values : num_values + num_keys]
         pending = tensors[num_values + num_keys] if len(tensors) > num_values + num_keys else None
         rule, share, norm_eps = options
-        given = BlockRead(
-            tuple(values), tuple(keys) or None, pending, query, rule, share, norm_eps
-        )
+        given = BlockRead(tuple(values), tuple(keys) or None, pending, query, rule, share, norm_eps)
         first, out, lse, closed, *saved = registered.read_ahead_fwd(given)
         threaded = [x.view_as(x) for x in (*values, *keys)]
         if closed is not None:

@@ -13,6 +13,8 @@ from depthroute.ops.kernels.sources import num_programs
 _PACKED = torch.contiguous_format
 # queries whose gradients a backward pass holds at once
 QUERIES_AT_ONCE = 8
+# of one decoding step
+FEW_TOKENS = 128
 # sources that a program of the forward pass holds, and those of one launch by columns
 RESIDENT, SOURCES_AT_ONCE = 16, 16
 
@@ -57,9 +59,20 @@ class Launch(NamedTuple):
     max_registers: int | None = None
 
 
-def ahead_forward(at: BlockLayout) -> Launch:
+class Rows(NamedTuple):
+    """The launch of a kernel whose programs hold the sources of a token each."""
+
+    num_warps: int
+    queries: int  # that are scored together
+    programs: int = 1  # that share a token's queries
+
+
+def ahead_forward(at: BlockLayout) -> Rows:
     """Choose the launch of `read_ahead`."""
-    return Launch(_warps(at.S * power_of_two(at.D), 4096))
+    numbers = at.S * power_of_two(at.D)
+    if at.T <= FEW_TOKENS:  # less than fills a device: what counts is how long a program takes
+        return Rows(_warps(numbers, 1024), 1, at.Q)
+    return Rows(_warps(numbers, 4096), at.queries_at_once)
 
 
 class Columns(NamedTuple):

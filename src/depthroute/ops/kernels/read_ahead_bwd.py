@@ -283,7 +283,9 @@ def update_kernel(
         m_v = (m_t & (o_s < COUNT_S))[:, None] & m_d[None, :]
         m_g = ((t + t_n < num_tokens) & (o_q < COUNT + NORM_FIRST))[:, None] & m_d[None, :]
         o_v = (t * D + (t_m * D)[:, None]) + o_d[None, :]
-        b_g = tl.load(p_g[:, None] + (t * D + (t_n * D)[:, None] + o_d[None, :]), mask=m_g, other=0.0)
+        b_g = tl.load(
+            p_g[:, None] + (t * D + (t_n * D)[:, None] + o_d[None, :]), mask=m_g, other=0.0
+        )
         b_w = tl.load(weights + t * (S * Q) + o_w, mask=m_w & m_t[:, None], other=0.0)
         if NORM_FIRST:
             m_a = t + t_n < num_tokens
