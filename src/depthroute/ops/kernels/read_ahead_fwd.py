@@ -56,8 +56,8 @@ def read_ahead_fwd(given: BlockRead) -> ReadAhead:
 def read_ahead_fwd_kernel(
     values, pending, query, old_lse, first, out, lse, closed, weights, logits, rstds, norm_rstds,
     stride_pending, num_tokens, num_queries, eps, scale, share, norm_eps, NORM_FIRST: tl.constexpr,
-    COUNT: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, R: tl.constexpr,
-    NORM: tl.constexpr, SEPARATE: tl.constexpr,
+    COUNT: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    R: tl.constexpr, NORM: tl.constexpr, SEPARATE: tl.constexpr,
 ):  # fmt: skip
     """Hold one token's sources as a tile `[S, D]`, and loop over the queries, COUNT at a time.
 
