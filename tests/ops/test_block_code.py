@@ -18,9 +18,9 @@ pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="needs triton's compiler"),
 ]
 
-TOKENS = 64
+TOKENS = 256  # more than a decoding step has
 SITES = {"site_fwd_kernel", "site_bwd_kernel"}
-HELD, STREAMED = {"read_ahead_fwd_kernel"}, {"weights_kernel", "mix_kernel"}
+HELD, STREAMED = {"read_ahead_fwd_kernel"}, {"mix_kernel"}
 BACKWARD = {"grad_logits_kernel", "update_kernel", "sum_programs_kernel"}
 SCORES = {"scores_fwd_kernel", "scores_bwd_kernel"}
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # that a program may have
@@ -42,6 +42,7 @@ class Shape(NamedTuple):
     @property
     def kernels(self) -> set[str]:
         streamed = STREAMED | ({"norm_kernel"} if self.closes else set())
+        streamed |= set() if self.separate else {"partial_scores_kernel"}
         ahead = HELD if self.sources <= 16 else streamed
         backward = BACKWARD - ({"sum_programs_kernel"} if self.merge else set())
         return ahead | backward | SITES | (SCORES if self.separate else set())

@@ -1,6 +1,7 @@
 """Sizes and launches of a block's reads, and the memory of their results."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -15,8 +16,8 @@ _PACKED = torch.contiguous_format
 QUERIES_AT_ONCE = 8
 # of one decoding step
 FEW_TOKENS = 128
-# sources that a program of the forward pass holds, and those of one launch by columns
-RESIDENT, SOURCES_AT_ONCE = 16, 16
+# sources that a program of the forward pass holds
+RESIDENT = 16
 
 
 class BlockLayout(NamedTuple):
@@ -59,20 +60,11 @@ class Launch(NamedTuple):
     max_registers: int | None = None
 
 
-class Rows(NamedTuple):
-    """The launch of a kernel whose programs hold the sources of a token each."""
-
-    num_warps: int
-    queries: int  # that are scored together
-    programs: int = 1  # that share a token's queries
-
-
-def ahead_forward(at: BlockLayout) -> Rows:
-    """Choose the launch of `read_ahead`."""
-    numbers = at.S * power_of_two(at.D)
+def ahead_forward(at: BlockLayout) -> Launch:
+    """Choose the launch of `read_ahead`; its programs share the queries of a token."""
     if at.T <= FEW_TOKENS:  # less than fills a device: what counts is how long a program takes
-        return Rows(_warps(numbers, 1024), 1, at.Q)
-    return Rows(_warps(numbers, 4096), at.queries_at_once)
+        return Launch(_warps(at.D, 256), at.Q)
+    return Launch(_warps(-(-at.S * power_of_two(at.D) // 6), 1024))
 
 
 class Columns(NamedTuple):
@@ -95,9 +87,18 @@ def ahead_update(at: BlockLayout) -> Columns:
     return Columns(max(16, min(256, power_of_two(at.D))), 4, 3, programs=2)
 
 
-def ahead_mix(at: BlockLayout) -> Columns:
-    """Choose the launch of the reads themselves where sources are streamed."""
-    return Columns(min(256, power_of_two(at.D)), 1, 3, programs=16)
+def ahead_stream(at: BlockLayout) -> Columns:
+    """Choose the launch of both parts of `read_ahead` where sources are streamed."""
+    return Columns(max(16, min(256, power_of_two(at.D))), 4, 3, programs=2)
+
+
+def source_groups(num_sources: int) -> list[slice]:
+    """Cut sources into those that the second part of the backward pass takes at once: 8 or 16."""
+    cuts = [0]
+    while cuts[-1] < num_sources:
+        left = num_sources - cuts[-1]
+        cuts.append(cuts[-1] + min(left, 16 if left > 12 else 8))
+    return [slice(*cut) for cut in pairwise(cuts)]
 
 
 def column_grid(launch: Columns, at: BlockLayout, device: torch.device) -> tuple[int, int]:

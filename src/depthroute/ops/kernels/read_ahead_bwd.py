@@ -17,7 +17,6 @@ from torch import Tensor
 from depthroute.ops.block import BlockRead
 from depthroute.ops.kernels import block_layout
 from depthroute.ops.kernels.block_layout import (
-    SOURCES_AT_ONCE,
     BlockLayout,
     ReadAheadGradients,
     contiguous_rows,
@@ -25,6 +24,7 @@ from depthroute.ops.kernels.block_layout import (
 from depthroute.ops.kernels.layout import INTERPRETED, power_of_two
 from depthroute.ops.kernels.select import pointer_to
 from depthroute.ops.kernels.separate_keys import scores_bwd
+from depthroute.ops.kernels.split import split
 from depthroute.ops.kernels.sums import sum_programs
 
 
@@ -63,8 +63,8 @@ def read_ahead_bwd(
     grad_logits, pulls = torch.empty_like(logits), torch.empty_like(rstds)
     alongs = None if norm_rstds is None else torch.empty_like(norm_rstds)
     is_merge = given.lse is not None
-    parts = triton.cdiv(at.S, SOURCES_AT_ONCE)
-    grad_query = None if at.separate else rstds.new_empty((parts, programs, at.Q, at.R))
+    groups = block_layout.source_groups(at.S)
+    grad_query = None if at.separate else rstds.new_empty((len(groups), programs, at.Q, at.R))
     if is_merge:  # the slot takes rows of its own number: programs write zeros to those left over
         programs = min(programs, len(slots[0]))
         grad_query = grads.query.view(1, len(slots[0]), 1, at.R)
@@ -101,9 +101,7 @@ def read_ahead_bwd(
             num_stages=dot.stages,
             **shared,
         )
-        for i in range(0, at.S, SOURCES_AT_ONCE):
-            some = slice(i, i + SOURCES_AT_ONCE)
-            part = i // SOURCES_AT_ONCE
+        for part, some in enumerate(groups):
             sources = max(4, power_of_two(len(values[some])))
             tokens = 16 // sources
             update_kernel[(columns, programs)](
@@ -122,9 +120,9 @@ def read_ahead_bwd(
                 at.T,
                 0 if grad_query is None else grad_query.shape[1],
                 start,
-                i,
+                some.start,
                 given.share if given.pending is not None else 1.0,
-                LAST=start + at.queries_at_once >= at.Q and i + SOURCES_AT_ONCE >= at.S,
+                LAST=start + at.queries_at_once >= at.Q and some.stop == at.S,
                 COUNT_S=len(values[some]),
                 OLD=int(is_merge),
                 BT=tokens,
@@ -224,16 +222,6 @@ def grad_logits_kernel(
 
 
 @triton.jit
-def _split(x, SPLIT: tl.constexpr):
-    """Return numbers as two of bfloat16, which tensor cores multiply exactly; or as they are."""
-    high, low = x, x
-    if SPLIT:
-        high = x.to(tl.bfloat16)
-        low = (x - high.to(tl.float32)).to(tl.bfloat16)
-    return high, low
-
-
-@triton.jit
 def update_kernel(
     grad_outs, first, values, later_values, query, weights, grad_logits, pulls, alongs, norm_rstds,
     grad_values, grad_query, num_tokens, num_rows, start, first_source, share,
@@ -271,7 +259,7 @@ def update_kernel(
         is_high, o_cq = o_c < CP // 2, o_c % (CP // 2)
         p_q = query + (start + o_cq)[:, None] * R + (o_d - (D - R))[None, :]
         b_q = tl.load(p_q, mask=(o_cq < COUNT)[:, None] & m_k[None, :], other=0.0).to(tl.float32)
-        b_high, b_low = _split(b_q, SPLIT)
+        b_high, b_low = split(b_q, SPLIT)
         b_low = tl.where(is_high[:, None], b_low, 0.0)
         b_dq = tl.zeros([CP, BD], tl.float32)
         o_gd = o_i[:, None] * Q + start + o_cq[None, :]
@@ -295,7 +283,7 @@ def update_kernel(
             b_w *= b_f[None, :]
         if not SPLIT:
             b_g = b_g.to(tl.float32)
-        b_w_high, b_w_low = _split(b_w, SPLIT)
+        b_w_high, b_w_low = split(b_w, SPLIT)
         b_dv = tl.dot(b_w_high, b_g, input_precision="ieee")
         if SPLIT:
             b_dv = tl.dot(b_w_low, b_g, b_dv)
@@ -303,7 +291,7 @@ def update_kernel(
             b_v = tl.load(p_v[:, None] + o_v, mask=m_v, other=0.0)
             p_gd = grad_logits + t * (S * Q) + o_gd
             b_gd = tl.load(p_gd, mask=m_gd & m_t[:, None], other=0.0)
-            b_gd_high, b_gd_low = _split(b_gd, SPLIT)
+            b_gd_high, b_gd_low = split(b_gd, SPLIT)
             if SPLIT:
                 b_c = tl.where(is_high[None, :], b_gd_high, b_gd_low)
                 b_dv = tl.dot(b_c, b_high, b_dv)

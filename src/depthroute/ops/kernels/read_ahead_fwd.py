@@ -13,7 +13,6 @@ from depthroute.ops.kernels.layout import as_rows, power_of_two
 from depthroute.ops.kernels.read_ahead_stream import read_ahead_stream
 from depthroute.ops.kernels.select import pointer_to
 from depthroute.ops.kernels.separate_keys import scores_fwd
-from depthroute.ops.kernels.sums import sums
 
 
 def read_ahead_fwd(given: BlockRead) -> ReadAhead:
@@ -43,7 +42,6 @@ def read_ahead_fwd(given: BlockRead) -> ReadAhead:
         given.share,
         given.norm_eps or 0.0,
         NORM_FIRST=given.norm_eps is not None,
-        COUNT=launch.queries,
         SP=power_of_two(at.S),
         BD=power_of_two(at.D),
         **at.constants,
@@ -56,15 +54,14 @@ def read_ahead_fwd(given: BlockRead) -> ReadAhead:
 def read_ahead_fwd_kernel(
     values, pending, query, old_lse, first, out, lse, closed, weights, logits, rstds, norm_rstds,
     stride_pending, num_tokens, num_queries, eps, scale, share, norm_eps, NORM_FIRST: tl.constexpr,
-    COUNT: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    S: tl.constexpr, SP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     R: tl.constexpr, NORM: tl.constexpr, SEPARATE: tl.constexpr,
 ):  # fmt: skip
-    """Hold one token's sources as a tile `[S, D]`, and loop over the queries, COUNT at a time.
+    """Hold one token's sources as a tile `[S, D]`, and loop over the queries.
 
-    Where tokens are few, programs share the queries of one.
-
-    All sources in one tile, and the scores of several queries together: the warps of a program wait
-    for each other once for four queries, not once a score.
+    All sources in one tile, so that the scores of a query are one reduction over the width: the
+    warps of a program wait for each other once a query, not once a score. Where tokens are few,
+    programs share the queries of one.
     """
     t = tl.program_id(0)
     o_row = t.to(tl.int64)
@@ -96,45 +93,31 @@ def read_ahead_fwd_kernel(
             b_old = tl.load(old_lse + o_row)
         tl.store(rstds + o_row * S + o_s, b_r, mask=m_s)
 
-    for start in range(tl.program_id(1) * COUNT, num_queries, tl.num_programs(1) * COUNT):
-        b_zs = ()
+    for j in range(tl.program_id(1), num_queries, tl.num_programs(1)):
+        o_z = (o_row * S + o_s) * num_queries + j
         if SEPARATE:
-            for c in tl.static_range(COUNT):
-                o_z = (o_row * S + o_s) * num_queries + start + c
-                m_z = m_s & (start + c < num_queries)
-                b_zs = b_zs + (tl.load(logits + o_z, mask=m_z, other=0.0),)
+            b_z = tl.load(logits + o_z, mask=m_s, other=float("-inf"))
         else:
-            b_products = ()
-            for c in tl.static_range(COUNT):
-                p_q = query + (start + c) * R + o_d - (D - R)
-                m_q = m_k & (start + c < num_queries)
-                b_q = tl.load(p_q, mask=m_q, other=0.0, eviction_policy="evict_last")
-                b_products = b_products + (b_v * b_q[None, :],)
-            b_dots = sums(b_products, COUNT, 1)
-            for c in tl.static_range(COUNT):
-                b_z = b_dots[c] * (b_r * scale)
-                if old_lse is not None:
-                    b_z = tl.where(o_s == 0, b_old, b_z)
-                o_z = (o_row * S + o_s) * num_queries + start + c
-                tl.store(logits + o_z, b_z, mask=m_s & (start + c < num_queries))
-                b_zs = b_zs + (b_z,)
-        for c in tl.static_range(COUNT):
-            j = start + c
-            if j < num_queries:
-                b_z = tl.where(m_s, b_zs[c], float("-inf"))
-                b_top = tl.max(b_z, axis=0)
-                b_e = tl.exp(b_z - b_top)
-                b_sum = tl.sum(b_e, axis=0)
-                b_w = b_e / b_sum
-                tl.store(weights + (o_row * S + o_s) * num_queries + j, b_w, mask=m_s)
-                b_out = tl.sum(b_w[:, None] * b_v, axis=0)
-                o_j = tl.cast(j, tl.int64)
-                tl.store(lse + o_j * num_tokens + o_row, b_top + tl.log(b_sum))
-                p_out = out + ((o_j - NORM_FIRST) * num_tokens + o_row) * D
-                if NORM_FIRST and c == 0:  # noqa: SIM102 - known to the compiler
-                    if j == 0:
-                        b_norm = tl.rsqrt(tl.sum(b_out * b_out, axis=0) / D + norm_eps)
-                        tl.store(norm_rstds + o_row, b_norm)
-                        b_out *= b_norm
-                        p_out = first + o_row * D
-                tl.store(p_out + o_d, b_out.to(dtype), mask=m_d)
+            p_q = query + j * R + o_d - (D - R)
+            b_q = tl.load(p_q, mask=m_k, other=0.0, eviction_policy="evict_last")
+            b_z = tl.sum(b_v * b_q[None, :], axis=1) * (b_r * scale)
+            if old_lse is not None:
+                b_z = tl.where(o_s == 0, b_old, b_z)
+            tl.store(logits + o_z, b_z, mask=m_s)
+            b_z = tl.where(m_s, b_z, float("-inf"))
+        b_top = tl.max(b_z, axis=0)
+        b_e = tl.exp(b_z - b_top)
+        b_sum = tl.sum(b_e, axis=0)
+        b_w = b_e / b_sum
+        tl.store(weights + o_z, b_w, mask=m_s)
+        b_out = tl.sum(b_w[:, None] * b_v, axis=0)
+        o_j = tl.cast(j, tl.int64)
+        tl.store(lse + o_j * num_tokens + o_row, b_top + tl.log(b_sum))
+        p_out = out + ((o_j - NORM_FIRST) * num_tokens + o_row) * D
+        if NORM_FIRST:  # noqa: SIM102 - known to the compiler
+            if j == 0:
+                b_norm = tl.rsqrt(tl.sum(b_out * b_out, axis=0) / D + norm_eps)
+                tl.store(norm_rstds + o_row, b_norm)
+                b_out *= b_norm
+                p_out = first + o_row * D
+        tl.store(p_out + o_d, b_out.to(dtype), mask=m_d)
