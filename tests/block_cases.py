@@ -51,6 +51,7 @@ CASES = {
     "closes": Case(closes=True),
     "closes_scaled": Case(sources=2, closes=True, share=0.5, scale=0.3),
     "seven_sources": Case(sources=7, width=16, rank=16),
+    "nine_sources": Case(sources=9, batch=(5,), closes=True),
     "sixteen_sources": Case(sources=16, batch=(5,), closes=True),
     "width_37": Case(width=37, rank=37, closes=True),
     "width_1": Case(width=1, rank=1, queries=2),

@@ -34,7 +34,8 @@ from block_cases import (
 from depthroute.ops import block, use_backend
 from depthroute.ops.block import add_norm, read_ahead
 from depthroute.ops.kernels import block_layout
-from depthroute.residual import AttnResConfig, ProjectedKey
+from depthroute.ops.kernels.block_layout import Columns
+from depthroute.residual import AttnResConfig, ProjectedKey, TailKey
 from helpers import assert_all_close, assert_close, gradients
 
 pytestmark = [
@@ -137,6 +138,18 @@ def test_stacks_and_all_their_gradients_equal_float64(stack: Stack, launches: Co
     for step in ("read_ahead", "site"):
         assert launches[f"{step}_fwd"] == launches[f"{step}_bwd"]
     assert (launches["read_ahead_fwd"], launches["site_fwd"]) == expected_launches(stack)
+
+
+@pytest.mark.parametrize("key", [TailKey(), TailKey(rank=5), TailKey(rank=5, norm="full")], ids=str)
+@pytest.mark.parametrize(("num_blocks", "num_sublayers"), [(2, 6), (0, 18)])
+def test_blocks_of_columns_join(
+    num_blocks: int, num_sublayers: int, key: TailKey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for launch in ("ahead_update", "ahead_stream"):
+        monkeypatch.setattr(block_layout, launch, lambda at: Columns(16, 1, programs=2))
+    config = AttnResConfig(num_blocks=num_blocks, key=key)
+    runs = run_thrice(Stack(config, dim=36, num_sublayers=num_sublayers), torch.float32)
+    assert_all_close(runs.tested, runs.exact, runs.names, RTOL)
 
 
 def test_more_sources_than_a_tile_holds_are_read_one_by_one(
