@@ -235,7 +235,7 @@ STACKS = {
     "full_norm": Stack(AttnResConfig(num_blocks=3, key=FULL_NORM)),
     "full_norm_whole": Stack(AttnResConfig(num_blocks=2, key=TailKey(norm="full"))),
     "projected": Stack(AttnResConfig(num_blocks=3, key=ProjectedKey(rank=4))),
-    "projected_sum": Stack(AttnResConfig(num_blocks=3, key=SUM), dim=20, settled=(3, 5)),
+    "projected_sum": Stack(AttnResConfig(num_blocks=3, key=SUM), dim=20, settled=(1, 3, 5)),
     "projected_full": Stack(AttnResConfig(num_blocks=0, key=ProjectedKey(rank=4))),
     "mean": Stack(AttnResConfig(num_blocks=3, key=LOW_RANK, summary=Summary(alpha=0.5))),
     "mean_settled": Stack(
@@ -250,6 +250,7 @@ OTHER_STACKS = {
     "heads": Stack(AttnResConfig(num_blocks=3, heads=2)),
     "beta": Stack(AttnResConfig(num_blocks=3, summary=Summary(alpha=0.5, beta=0.7))),
     "roles": Stack(AttnResConfig(num_blocks=3, roles="q_k_v")),
+    "roles_projected": Stack(AttnResConfig(num_blocks=3, roles="q_k_v", key=ProjectedKey(rank=4))),
     "roles_other_norm": Stack(AttnResConfig(num_blocks=2, roles="qk_v"), norm=torch.clone),
 }
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from depthroute.ops import depth_attend, depth_merge, use_backend
+from depthroute.ops.reference import depth_attend_reference
 from depthroute.ops.registered import (
     attend_backward_op,
     attend_op,
     merge_backward_op,
     merge_op,
 )
-from depthroute.ops.reference import depth_attend_reference
 from helpers import assert_all_close, assert_close, gradients, ignore_dynamo_warnings, literal_read
 from read_cases import (
     CASES,

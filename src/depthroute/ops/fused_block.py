@@ -162,7 +162,7 @@ class _Site(torch.autograd.Function):
         given = Site(old, lse, query, total, pending, key, *options)
         new_total, new_key, out, numbers = registered.site_fwd(given)
         value = pending[..., : out.shape[-1]] if new_total is None else new_total
-        # not the write, which nobody else keeps: the kernel knows its key by the keys around it
+        # not the write, which is kept by nobody else
         ctx.save_for_backward(query, key, value, new_key, out, numbers)
         ctx.options, ctx.adds = options, total is not None
         ctx.set_materialize_grads(False)

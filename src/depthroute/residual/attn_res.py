@@ -89,7 +89,7 @@ class AttnResState(NamedTuple):
 
     @property
     def last_write(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return the open block without its last write, and that write."""
+        """Return the open block, if it has more than its last write, and that write."""
         return (None, self.total) if self.pending is None else (self.total, self.pending)
 
 
@@ -206,7 +206,7 @@ class AttnRes(ResidualScheme):
         closes, key = site + 1 in self.ends, state.total_key
         if not self.emit_dim:
             key = self.key(y, None, key)
-        elif closes:
+        elif closes:  # phase 1 takes keys whole
             y, key = self._take_key(y, key)
         if closes:
             return self._close(state, site + 1, y, key)

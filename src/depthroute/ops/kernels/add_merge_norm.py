@@ -67,7 +67,7 @@ def site_bwd(
     if not tokens:
         return grads._replace(query=None if grads.query is None else torch.zeros_like(grads.query))
     value = as_rows(given.pending)
-    # the next site hands on columns of what it wrote for a write and its key
+    # the next site wrote it as columns of a wider one, with those of an emitted key
     later = None if grad_total is None else as_rows(grad_total)
     merges, launch = given.query is not None, block_layout.site_backward(value.shape[-1])
     programs = len(given.query) if merges else site_programs(tokens, value.shape[-1], value.device)
@@ -99,13 +99,15 @@ def site_bwd(
 
 def _constants(given: Site, width: int) -> dict[str, int | str | bool]:
     rank = width if given.query is None else given.query.shape[-1]
-    keys = "value" if rank == width else "tail"
-    if given.key is not None or given.key_sum is not None:
-        keys = "separate" if given.key_sum is None else "emitted"
+    if given.key_sum is not None:
+        keys = "emitted"
+    elif given.key is not None:
+        keys = "separate"
+    else:
+        keys = "value" if rank == width else "tail"
     sizes = {"D": width, "BD": power_of_two(width), "R": rank, "BR": power_of_two(rank)}
     norms_emitted = given.key_sum is not None and given.key_sum.norm_eps is not None
-    names = {"NORM": given.rule.key_norm, "KEYS": keys, "NORMS_EMITTED": norms_emitted}
-    return {**sizes, **names}
+    return {**sizes, "NORM": given.rule.key_norm, "KEYS": keys, "NORMS_EMITTED": norms_emitted}
 
 
 @triton.jit
@@ -266,7 +268,9 @@ def site_bwd_kernel(
                 tl.store(grad_key + o_k, b_dk.to(grad_key.dtype.element_ty), mask=m_r)
             b_dq += b_gd * b_k
         if KEYS == "emitted":
-            if NORMS_EMITTED:  # what it normed to is what the key has grown by
+            # the write is not kept: what its key was normed to is what the block's has grown by, up
+            # to a rounding of that, which is small beside the first term of the gradient
+            if NORMS_EMITTED:
                 if key is not None:
                     b_k -= tl.load(key + o_k, mask=m_r, other=0.0)
                 b_along_k = tl.sum(b_dk * b_k, axis=0) / R
