@@ -11,12 +11,13 @@ from torch import Tensor
 
 from depthroute.nn import RMSNorm
 from depthroute.ops import depth_attend, use_backend
-from depthroute.ops.block import add_merge_norm, read_ahead
+from depthroute.ops.block import KeySum, add_merge_norm, read_ahead
 from depthroute.ops.scores import ScoreRule
 from depthroute.residual import AttnResConfig, PreNormConfig, ProjectedKey, Summary, TailKey
 from helpers import ToyModel, gradients
 
 EPS = 1e-2  # large: it must not be lost anywhere
+SUM_OF_NORMED = KeySum(3e-2)
 NORM = RMSNorm(EPS)
 
 Norm = Callable[[Tensor], Tensor]
@@ -32,6 +33,7 @@ class Case(NamedTuple):
     rank: int = 12
     key_norm: Any = "tail"
     separate: bool = False
+    key_sum: KeySum | None = None  # separate keys of which each write emits its share
     complete: bool = True  # the first read comes before the first write
     closes: bool = False  # the last source lacks a write
     share: float = 1.0
@@ -62,6 +64,9 @@ CASES = {
     "separate": Case(separate=True, rank=5, closes=True),
     "separate_wider": Case(separate=True, rank=20, queries=9, share=0.5),
     "separate_no_norm": Case(separate=True, rank=5, key_norm="none", scale=0.3),
+    "emitted": Case(separate=True, rank=5, key_sum=SUM_OF_NORMED, closes=True, share=0.7),
+    "emitted_wider": Case(separate=True, rank=20, key_sum=SUM_OF_NORMED, complete=False),
+    "emitted_sum": Case(separate=True, rank=7, key_sum=KeySum(None), width=37, key_norm="none"),
     "no_batch_axis": Case(batch=()),
 }
 
@@ -74,7 +79,7 @@ class Leaves(NamedTuple):
     pending: list[Tensor]
     query: list[Tensor]
     writes: list[Tensor]
-    write_keys: list[Tensor]
+    write_keys: list[Tensor]  # of the open block after each write; or of the write, if emitted
 
     @property
     def all(self) -> list[Tensor]:
@@ -129,12 +134,23 @@ def scheduled(case: Case, leaves: Leaves, norm: Norm = NORM) -> list[Tensor]:
         complete=int(case.complete),
         norm=norm,
     )
-    outs, total = list(ahead.outs[: case.complete]), None
+    outs, total, key = list(ahead.outs[: case.complete]), None, None
     ahead = ahead.without(len(outs))
     for i, write in enumerate(leaves.writes):
-        key = leaves.write_keys[i] if case.separate else None
-        total, out = add_merge_norm(
-            ahead, total, write, key=key, share=share, bias=None, rule=rule, norm=norm
+        if case.key_sum is not None:
+            write = torch.cat([write, leaves.write_keys[i].to(write.dtype)], dim=-1)
+        elif case.separate:
+            key = leaves.write_keys[i]
+        total, key, out = add_merge_norm(
+            ahead,
+            total,
+            write,
+            key=key,
+            key_sum=case.key_sum,
+            share=share,
+            bias=None,
+            rule=rule,
+            norm=norm,
         )
         outs, ahead = [*outs, out], ahead.without(1)
     return outs
@@ -148,7 +164,7 @@ def one_by_one(case: Case, leaves: Leaves, norm: Norm = NORM) -> list[Tensor]:
     for i, query in enumerate(leaves.query[0]):
         num_writes = i + 1 - case.complete
         block = [case.share * sum(leaves.writes[:num_writes])] if num_writes else []
-        keys = [*leaves.keys, *leaves.write_keys[num_writes - 1 : num_writes]] or None
+        keys = [*leaves.keys, *block_key(case, leaves.write_keys[:num_writes])] or None
         out, _ = depth_attend(
             [*values, *block],
             query,
@@ -159,6 +175,16 @@ def one_by_one(case: Case, leaves: Leaves, norm: Norm = NORM) -> list[Tensor]:
         )
         outs.append(norm(out))
     return outs
+
+
+def block_key(case: Case, write_keys: Sequence[Tensor]) -> list[Tensor]:
+    """Return the key of the open block, if it has writes and a separate key."""
+    if case.key_sum is None:
+        return [*write_keys[-1:]]
+    eps = case.key_sum.norm_eps
+    if eps is not None:
+        write_keys = [k / (k.square().mean(-1, keepdim=True) + eps).sqrt() for k in write_keys]
+    return [sum(write_keys)] if write_keys else []
 
 
 def reads_and_gradients(
@@ -210,7 +236,7 @@ STACKS = {
     "full_norm": Stack(AttnResConfig(num_blocks=3, key=FULL_NORM)),
     "full_norm_whole": Stack(AttnResConfig(num_blocks=2, key=TailKey(norm="full"))),
     "projected": Stack(AttnResConfig(num_blocks=3, key=ProjectedKey(rank=4))),
-    "projected_sum": Stack(AttnResConfig(num_blocks=3, key=SUM), dim=20, settled=(3, 5)),
+    "projected_sum": Stack(AttnResConfig(num_blocks=3, key=SUM), dim=20, settled=(1, 3, 5)),
     "projected_full": Stack(AttnResConfig(num_blocks=0, key=ProjectedKey(rank=4))),
     "mean": Stack(AttnResConfig(num_blocks=3, key=LOW_RANK, summary=Summary(alpha=0.5))),
     "mean_settled": Stack(
@@ -225,6 +251,7 @@ OTHER_STACKS = {
     "heads": Stack(AttnResConfig(num_blocks=3, heads=2)),
     "beta": Stack(AttnResConfig(num_blocks=3, summary=Summary(alpha=0.5, beta=0.7))),
     "roles": Stack(AttnResConfig(num_blocks=3, roles="q_k_v")),
+    "roles_projected": Stack(AttnResConfig(num_blocks=3, roles="q_k_v", key=ProjectedKey(rank=4))),
     "roles_other_norm": Stack(AttnResConfig(num_blocks=2, roles="qk_v"), norm=torch.clone),
 }
 

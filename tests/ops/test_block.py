@@ -41,11 +41,12 @@ def test_biases_count_in_both_steps() -> None:
         norm=NORM,
     )
     ahead = ahead.without(1)
-    _, got = add_merge_norm(
+    _, _, got = add_merge_norm(
         ahead,
         None,
         *leaves.writes,
         key=None,
+        key_sum=None,
         share=1.0,
         bias=bias[3].item(),
         rule=case.rule,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from aot import Compiled, recorded_launches
-from depthroute.ops.block import BlockRead, Site
+from depthroute.ops.block import BlockRead, KeySum, Site
 from depthroute.ops.scores import ScoreRule
 
 pytestmark = [
@@ -34,6 +34,7 @@ class Shape(NamedTuple):
     width: int
     rank: int
     separate: bool = False
+    key_sum: KeySum | None = None  # of separate keys that are emitted
     dtype: torch.dtype = torch.bfloat16
     norm: Any = "tail"
     closes: bool = True
@@ -56,6 +57,8 @@ SHAPES = {
     "head": Shape(9, 1, 1024, 1024),
     "wide": Shape(8, 6, 2048, 2048),
     "separate": Shape(8, 6, 1024, 32, separate=True),
+    "emitted": Shape(8, 6, 1024, 32, separate=True, key_sum=KeySum(1e-6)),
+    "emitted_wide": Shape(4, 6, 2048, 128, separate=True, key_sum=KeySum(1e-6)),
     "streamed": Shape(43, 6, 1024, 1024),
     "streamed_low_rank": Shape(43, 6, 1024, 128),
     "merge": Shape(6, 1, 1024, 1024, merge=True),
@@ -66,6 +69,7 @@ BRANCHES = {
     "tail_full_norm": Shape(2, 9, 48, 7, norm="full", dtype=torch.float16),
     "no_norm": Shape(1, 2, 48, 48, norm="none", closes=False),
     "separate_odd": Shape(3, 3, 37, 50, separate=True, norm="none", closes=False),
+    "emitted_odd": Shape(3, 3, 37, 50, separate=True, key_sum=KeySum(None), closes=False),
     "most_held": Shape(16, 2, 64, 64, dtype=torch.float32),
     "most_streamed": Shape(64, 9, 64, 7, dtype=torch.float16, norm="full", closes=False),
     "streamed_separate": Shape(17, 2, 37, 5, separate=True, dtype=torch.float32),
@@ -114,13 +118,15 @@ def launch_all(shape: Shape) -> None:
         keys,
         [empty(8, rank)] * (num_queries - shape.closes + shape.merge),
     )
-    key = keys[0] if keys else None
-    routed = Site(x, empty(TOKENS), empty(8, rank), x, y, key, rule, 1.0, 1e-6)
+    key, key_sum = keys[0] if keys else None, shape.key_sum
+    write = y if key_sum is None else empty(TOKENS, shape.width + rank, dtype=shape.dtype)
+    routed = Site(x, empty(TOKENS), empty(8, rank), x, write, key, rule, 1.0, 1e-6, key_sum)
+    first = routed._replace(total=None, key=None if key_sum is not None else key)
     plain = Site(None, None, None, x, y, None, rule, 1.0, 1e-6)
-    for site in (routed, plain):
-        result = site_fwd(site)
-        after = site._replace(old=None, lse=None, total=None)
-        site_bwd(after, result.out, result.numbers, x, y)
+    for site in (routed, first, plain):
+        _, *saved = site_fwd(site)
+        after = site._replace(old=None, lse=None, total=None, pending=y)
+        site_bwd(after, *saved, x, y, saved[0])
 
 
 def compiled_for(capability: int, shape: Shape, folder: Path) -> list[Compiled]:
@@ -138,7 +144,7 @@ def test_no_register_spills(shape: Shape, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("capability", [80, 100])
-@pytest.mark.parametrize("name", ["eight", "five", "wide", "separate", "streamed"])
+@pytest.mark.parametrize("name", ["eight", "five", "wide", "separate", "emitted", "streamed"])
 def test_other_generations_compile(name: str, capability: int, tmp_path: Path) -> None:
     for kernel in compiled_for(capability, SHAPES[name], tmp_path):
         is_ahead = kernel.name == "read_ahead_fwd_kernel"

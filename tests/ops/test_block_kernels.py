@@ -2,12 +2,14 @@
 
 import importlib.util
 from collections import Counter
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from block_cases import (
@@ -15,6 +17,7 @@ from block_cases import (
     NORM,
     OTHER_STACKS,
     STACKS,
+    SUM,
     Case,
     Leaves,
     Stack,
@@ -32,11 +35,12 @@ from block_cases import (
     scheduled,
 )
 from depthroute.ops import block, use_backend
-from depthroute.ops.block import add_norm, read_ahead
+from depthroute.ops import registered_block as registered
+from depthroute.ops.block import KeySum, add_merge_norm, add_norm, read_ahead
 from depthroute.ops.kernels import block_layout
 from depthroute.ops.kernels.block_layout import Columns
 from depthroute.residual import AttnResConfig, ProjectedKey, TailKey
-from helpers import assert_all_close, assert_close, gradients
+from helpers import ToyModel, assert_all_close, assert_close, gradients
 
 pytestmark = [
     pytest.mark.kernel,
@@ -56,6 +60,14 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return count_launches(monkeypatch)
+
+
+@pytest.fixture
+def as_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the launchers called as registered operations."""
+    # not of torch itself: Dynamo keeps what it finds there, for all tests to come
+    compiler = SimpleNamespace(is_compiling=lambda: True)
+    monkeypatch.setattr(registered, "torch", SimpleNamespace(compiler=compiler))
 
 
 def upstream_of(case: Case) -> list[Tensor]:
@@ -88,7 +100,7 @@ def test_programs_that_share_a_token_read_what_one_program_reads(
 
 
 @pytest.mark.parametrize("used", [[0], [1], [2], [3], [0, 2], [1, 2, 3]], ids=str)
-@pytest.mark.parametrize("name", ["plain", "separate", "closes"])
+@pytest.mark.parametrize("name", ["plain", "separate", "emitted", "closes"])
 def test_reads_without_a_gradient_count_as_zeros(name: str, used: list[int]) -> None:
     case = CASES[name]
 
@@ -162,8 +174,11 @@ def test_more_sources_than_a_tile_holds_are_read_one_by_one(
     assert launches["read_ahead_fwd"] == 5
 
 
+HALF = ["prenorm", "block3_odd", "block1_of_12", "projected", "projected_sum", "mean"]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["prenorm", "block3_odd", "block1_of_12", "projected", "mean"])
+@pytest.mark.parametrize("name", HALF)
 def test_half_precision_is_as_good_as_plain_pytorch(name: str, dtype: torch.dtype) -> None:
     runs = run_thrice(STACKS[name], dtype)
     factor = 4 if dtype is torch.bfloat16 else 2  # the interpreter rounds bfloat16 towards zero
@@ -196,6 +211,7 @@ FUSED = {
     "heads": (0, 0),
     "beta": (0, 0),
     "roles": (7, 4),  # not where attention reads first of all
+    "roles_projected": (3, 8),
     "roles_other_norm": (1, 4),
 }
 
@@ -231,18 +247,79 @@ def test_writes_and_streams_of_any_strides(width: int) -> None:
 
 @pytest.mark.parametrize("block", ["sum", "sum_of_normed"])
 def test_keys_of_any_strides(block: Any) -> None:
-    """The key of a block's first write may be columns of what the sublayer gave."""
+    """The key of a block's first write, once settled, may be columns of what the sublayer gave."""
     config = AttnResConfig(num_blocks=1, key=ProjectedKey(rank=4, block=block))
-    runs = run_thrice(Stack(config, num_sublayers=2), torch.float32)
+    runs = run_thrice(Stack(config, num_sublayers=2, settled=(1,)), torch.float32)
     assert_all_close(runs.tested, runs.exact, runs.names, RTOL)
 
 
-@pytest.mark.parametrize("name", ["plain", "separate", "closes", "tail"])
-def test_operations_are_registered_as_torch_expects(
-    name: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("used", [[0], [1], [2], [0, 1, 2]], ids=str)
+@pytest.mark.parametrize("is_first", [False, True])
+@pytest.mark.parametrize("norm_eps", [None, 3e-2])
+def test_an_emitted_key_and_its_gradient_of_any_strides(
+    norm_eps: float | None, is_first: bool, used: list[int]
 ) -> None:
-    from depthroute.ops import registered_block as registered
+    case = Case(separate=True, rank=7, queries=1, complete=False, share=0.7)
+    exact, width, total_width = make(case), case.width, case.width + case.rank
 
+    def site(leaves: Leaves, wholes: Sequence[Tensor]) -> list[Tensor]:
+        """Return the open block, its key and the read, and the gradients of all that is given."""
+        ahead, _, _ = read_ahead(
+            leaves.values, *leaves.query, keys=leaves.keys, pending=None, share=1.0, bias=None,
+            rule=case.rule, complete=0, norm=NORM,
+        )  # fmt: skip
+        write, total, key = wholes
+        results = add_merge_norm(
+            ahead,
+            None if is_first else total[..., 2 : width + 2],
+            write[..., 1 : total_width + 1],
+            key=None if is_first else key[..., 3 : case.rank + 3],
+            key_sum=KeySum(norm_eps),
+            share=case.share,
+            bias=None,
+            rule=case.rule,
+            norm=NORM,
+        )
+        given = [*leaves.values, *leaves.keys, *leaves.query, write]
+        given += [] if is_first else [total, key]
+        outs = [results[i] for i in used]
+        grads = [upstream[i].to(outs[0].dtype)[..., 1:-1] for i in used]
+        return [*results, *gradients(outs, given, grads)]
+
+    wholes = [torch.randn(*case.batch, total_width + 5) for _ in range(3)]
+    upstream = [torch.randn(*case.batch, n + 2) for n in (width, case.rank, width)]
+    got = site(exact.to(torch.float32), [x.clone().requires_grad_() for x in wholes])
+    with use_backend("reference"):
+        want = site(exact, [x.double().requires_grad_() for x in wholes])
+    assert_all_close(got, want, [*map(str, range(len(want)))], RTOL)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("key", [TailKey(), ProjectedKey(rank=4), SUM], ids=str)
+def test_a_site_is_one_kernel_whatever_the_key(key: Any, as_compiled: None) -> None:
+    scheme = ToyModel(AttnResConfig(num_blocks=1, key=key), num_sublayers=6).residual
+    state, names = scheme(torch.randn(2, 3, 16)), []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, *rest: Any) -> Any:
+            _, args, kwargs = rest
+            names.extend([] if op.is_view else [op.name()])
+            return op(*args, **(kwargs or {}))
+
+    for site in range(6):
+        y = torch.randn(2, 3, 16 + scheme.emit_dim)
+        with Record():
+            _, state = scheme.read(state, site, NORM)
+            state = scheme.write(state, site, y) if site < 5 else state
+        if site > 1:
+            assert names == ["depthroute::site"]
+        names.clear()
+
+
+@pytest.mark.parametrize("name", ["plain", "separate", "emitted", "closes", "tail"])
+def test_operations_are_registered_as_torch_expects(
+    name: str, monkeypatch: pytest.MonkeyPatch, as_compiled: None
+) -> None:
     checked = []
     for op in ("_read_ahead", "_read_ahead_backward", "_site", "_site_backward"):
         operation = getattr(registered, op)
@@ -254,13 +331,10 @@ def test_operations_are_registered_as_torch_expects(
             return operation(*args)
 
         monkeypatch.setattr(registered, op, check)
-    case = CASES[name]._replace(queries=2, sources=2, batch=(2,))
-    # not of torch itself: Dynamo keeps what it finds there, for all tests to come
-    compiler = SimpleNamespace(is_compiling=lambda: True)
-    monkeypatch.setattr(registered, "torch", SimpleNamespace(compiler=compiler))
+    case = CASES[name]._replace(queries=3, sources=2, batch=(2,))
     leaves = make(case).to(torch.float32)
     reads_and_gradients(case, leaves, upstream_of(case))
-    assert len(checked) == 4
+    assert len(checked) == 6
 
 
 @pytest.mark.parametrize("used", ["total", "out"])

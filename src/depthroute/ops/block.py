@@ -14,13 +14,26 @@ from torch import Tensor
 from depthroute.ops import backend
 from depthroute.ops.depth_attend import depth_attend
 from depthroute.ops.depth_merge import depth_merge
-from depthroute.ops.rms_norm import rms_eps
+from depthroute.ops.rms_norm import rms_eps, rms_norm
 from depthroute.ops.scores import ScoreRule, accumulation_dtype
 
 Norm = Callable[[Tensor], Tensor]
 
 # 16 sources fit the registers of a program up to so many numbers; more are streamed, up to a tile
 MAX_RESIDENT, MAX_NUMBERS, MAX_SOURCES = 16, 32768, 64
+
+
+class KeySum(NamedTuple):
+    """How keys that sublayers emit beside their writes are summed to the key of the block."""
+
+    norm_eps: float | None  # of the norm of each write's key; None if it counts as it is
+
+    def add(self, total: Tensor | None, key: Tensor) -> Tensor:
+        """Add a key `[*b, R]` to the sum of those before it, in the accumulation dtype."""
+        key = key.to(accumulation_dtype(key.dtype))
+        if self.norm_eps is not None:
+            key = rms_norm(key, eps=self.norm_eps)
+        return key if total is None else total + key
 
 
 class BlockRead(NamedTuple):
@@ -43,11 +56,12 @@ class Site(NamedTuple):
     lse: Tensor | None  # [*b]
     query: Tensor | None  # [rows, R], all of them the same query
     total: Tensor | None  # [*b, D], the open block before the write
-    pending: Tensor  # [*b, D], the write
-    key: Tensor | None  # [*b, R]
+    pending: Tensor  # [*b, D], the write; [*b, D + R] with an emitted key
+    key: Tensor | None  # [*b, R], of the open block, less an emitted one
     rule: ScoreRule
     share: float  # factor of the open block, as a source
     norm_eps: float | None
+    key_sum: KeySum | None = None  # how an emitted key joins it
 
 
 class Ahead(NamedTuple):
@@ -154,32 +168,41 @@ def add_merge_norm(
     pending: Tensor,
     *,
     key: Tensor | None,
+    key_sum: KeySum | None,
     share: float,
     bias: float | None,
     rule: ScoreRule,
     norm: Norm,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """Add a write to the open block, merge the block into the first read of `ahead`, norm it.
 
     Args:
         ahead: The reads to come.
         total: The open block before this write, `[*b, D]`; None if it has no other.
-        pending: The write, `[*b, D]`.
-        key: Separate key of the open block, this write included, `[*b, R]`.
+        pending: The write, `[*b, D]`; or `[*b, D + R]` with the key that was emitted.
+        key: Separate key of the open block, `[*b, R]`, less a key that `pending` has.
+        key_sum: How that key joins it.
         share: Factor of the block's sum as a source.
         bias: Its logit offset.
         rule: Heads, key norm, eps and scale.
         norm: Norm of the read.
 
     Returns:
-        The open block, and the normed read.
+        The open block, its key (None if cut from it), and the normed read.
     """
+    width = ahead.outs[0].shape[-1]
+    if pending.shape[-1] == width:
+        key_sum = None
     if ahead.fused:
         from depthroute.ops import fused_block
 
         first, eps = (ahead.outs[0], ahead.lses[0], ahead.queries[0]), rms_eps(norm)
-        total, out = fused_block.site(Site(*first, total, pending, key, rule, share, eps))
-        return total, out if eps is not None else norm(out)
+        given = Site(*first, total, pending, key, rule, share, eps, key_sum)
+        total, key, out = fused_block.site(given)
+        return total, key, out if eps is not None else norm(out)
+    if key_sum is not None:
+        pending, emitted = pending.tensor_split((width,), dim=-1)
+        key = key_sum.add(key, emitted)
     total = pending if total is None else total + pending
     out, _ = depth_merge(
         ahead.outs[0],
@@ -192,7 +215,7 @@ def add_merge_norm(
         eps=rule.eps,
         scale=rule.scale,
     )
-    return total, norm(out)
+    return total, key, norm(out)
 
 
 def add_norm(total: Tensor, pending: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
@@ -208,7 +231,9 @@ def add_norm(total: Tensor, pending: Tensor, norm: Norm) -> tuple[Tensor, Tensor
         from depthroute.ops import fused_block
 
         rule = ScoreRule(1, "none", eps, 1.0)
-        return fused_block.site(Site(None, None, None, total, pending, None, rule, 1.0, eps))
+        given = Site(None, None, None, total, pending, None, rule, 1.0, eps)
+        total, _, out = fused_block.site(given)
+        return total, out
     total = total + pending
     return total, norm(total)
 

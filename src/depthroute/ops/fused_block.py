@@ -39,11 +39,12 @@ def merge(given: BlockRead) -> tuple[Tensor, tuple[Tensor, ...]]:
     return out, tuple(values)
 
 
-def site(given: Site) -> tuple[Tensor, Tensor]:
+def site(given: Site) -> tuple[Tensor, Tensor | None, Tensor]:
     """Run a site; see `depthroute.ops.block.add_merge_norm`."""
-    options = (given.rule, given.share, given.norm_eps)
+    options = given[6:]
     key = None if given.key is None else given.key.contiguous()
-    return _Site.apply(options, *given[:5], key)
+    total, out, *new_key = _Site.apply(options, *given[:5], key)
+    return total, new_key[0] if new_key else key, out
 
 
 class _ReadAhead(torch.autograd.Function):
@@ -157,31 +158,39 @@ class _Site(torch.autograd.Function):
         total: Tensor | None,
         pending: Tensor,
         key: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         given = Site(old, lse, query, total, pending, key, *options)
-        new_total, out, numbers = registered.site_fwd(given)
-        value = pending if new_total is None else new_total
-        ctx.save_for_backward(query, key, value, out, numbers)
+        new_total, new_key, out, numbers = registered.site_fwd(given)
+        value = pending[..., : out.shape[-1]] if new_total is None else new_total
+        # not the write, which is kept by nobody else
+        ctx.save_for_backward(query, key, value, new_key, out, numbers)
         ctx.options, ctx.adds = options, total is not None
         ctx.set_materialize_grads(False)
-        return value.view_as(value) if new_total is None else new_total, out
+        return value, out, *(() if new_key is None else (new_key,))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_total: Tensor | None, grad_out: Tensor | None) -> tuple[Any, ...]:
-        query, key, value, out, numbers = ctx.saved_tensors
+    def backward(
+        ctx: Any,
+        grad_total: Tensor | None,
+        grad_out: Tensor | None,
+        grad_new_key: Tensor | None = None,
+    ) -> tuple[Any, ...]:
+        query, key, value, new_key, out, numbers = ctx.saved_tensors
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         given = Site(None, None, query, None, value, key, *ctx.options)
-        grads = registered.site_bwd(given, out, numbers, grad_out, grad_total)
-        grad_value, grad_old, grad_lse, grad_query, grad_key = grads
+        grads = registered.site_bwd(
+            given, new_key, out, numbers, grad_out, grad_total, grad_new_key
+        )
+        grad_write, grad_old, grad_lse, grad_query, grad_key = grads
         return (
             None,
             grad_old,
             grad_lse,
             grad_query,
-            grad_value if ctx.adds else None,
-            grad_value,
+            grad_write[..., : out.shape[-1]] if ctx.adds else None,
+            grad_write,
             grad_key,
         )
 

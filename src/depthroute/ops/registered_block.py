@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from depthroute.ops.block import BlockRead, Site
+from depthroute.ops.block import BlockRead, KeySum, Site
 from depthroute.ops.scores import ScoreRule
 
 
@@ -64,28 +64,31 @@ def read_ahead_bwd(
     return tuple(grads)  # type: ignore[return-value]
 
 
-def site_fwd(given: Site) -> tuple[Tensor | None, Tensor, Tensor]:
+def site_fwd(given: Site) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
     """Return the `SiteResult` of a site."""
     if torch.compiler.is_compiling():
-        total, out, numbers = _site(*given[:6], *_numbers(given))
-        return None if given.total is None else total, out, numbers
+        total, key, out, numbers = _site(*_flat_site(given))
+        return (
+            None if given.total is None else total,
+            None if given.key_sum is None else key,
+            out,
+            numbers,
+        )
     from depthroute.ops.kernels.add_merge_norm import site_fwd as launch
 
     return tuple(launch(given))  # type: ignore[return-value]
 
 
-def site_bwd(
-    given: Site, out: Tensor, numbers: Tensor, grad_out: Tensor, grad_total: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    """Return the `SiteGradients` of a site."""
+def site_bwd(given: Site, *results_and_grads: Tensor | None) -> tuple[Any, ...]:
+    """Return the `SiteGradients` of a site; arguments as the launcher takes them."""
     if torch.compiler.is_compiling():
-        grads = _site_backward(*given[:6], *_numbers(given), out, numbers, grad_out, grad_total)
+        grads = _site_backward(*_flat_site(given), *results_and_grads)
         merges = given.query is not None
         present = (True, merges, merges, merges, given.key is not None)
         return tuple(g if is_there else None for g, is_there in zip(grads, present, strict=True))
     from depthroute.ops.kernels.add_merge_norm import site_bwd as launch
 
-    return tuple(launch(given, out, numbers, grad_out, grad_total))
+    return tuple(launch(given, *results_and_grads))  # type: ignore[arg-type]
 
 
 def _numbers(given: BlockRead | Site) -> tuple[Any, ...]:
@@ -97,6 +100,12 @@ def _flat(given: BlockRead) -> tuple[Any, ...]:
     return (*sources, given.pending, given.query, given.lse, *_numbers(given))
 
 
+def _flat_site(given: Site) -> tuple[Any, ...]:
+    key_sum = given.key_sum
+    emits = (False, None) if key_sum is None else (True, key_sum.norm_eps)
+    return (*given[:6], *_numbers(given), *emits)
+
+
 # schemas are written out: each argument list serves an operation and its backward pass
 _NUMBERS = "str key_norm, float eps, float scale, float share, float? norm_eps"
 _READ = f"Tensor[] values, Tensor[] keys, Tensor? pending, Tensor query, Tensor? lse, {_NUMBERS}"
@@ -105,7 +114,10 @@ _GRADS = (
     "Tensor[] grad_outs, Tensor[] grad_lses, Tensor[] later_values, Tensor[] later_keys, "
     "Tensor[] slots"
 )
-_TENSORS = "Tensor? old, Tensor? lse, Tensor? query, Tensor? total, Tensor pending, Tensor? key"
+_SITE = (
+    "Tensor? old, Tensor? lse, Tensor? query, Tensor? total, Tensor pending, Tensor? key, "
+    f"{_NUMBERS}, bool emits, float? emitted_eps"
+)
 
 
 def _operation(name: str, arguments: str, num_results: int) -> Callable[[Any], Any]:
@@ -121,9 +133,11 @@ def _block_read(*arguments: Any) -> BlockRead:
 
 
 def _site_of(*arguments: Any) -> Site:
-    old, lse, query, total, pending, key, key_norm, eps, scale, share, norm_eps = arguments
+    old, lse, query, total, pending, key, *numbers = arguments
+    key_norm, eps, scale, share, norm_eps, emits, emitted_eps = numbers
     rule = ScoreRule(1, key_norm, eps, scale)
-    return Site(old, lse, query, total, pending, key, rule, share, norm_eps)
+    key_sum = KeySum(emitted_eps) if emits else None
+    return Site(old, lse, query, total, pending, key, rule, share, norm_eps, key_sum)
 
 
 def _without_none(results: Sequence[Tensor | None], like: Tensor) -> tuple[Any, ...]:
@@ -164,7 +178,7 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
     return _without_none(ReadAheadGradients.empty(given, arguments[-1]), given.query)
 
 
-@_operation("site", f"{_TENSORS}, {_NUMBERS}", 3)
+@_operation("site", _SITE, 4)
 def _site(*arguments: Any) -> tuple[Tensor, ...]:
     from depthroute.ops.kernels.add_merge_norm import site_fwd as launch
 
@@ -180,20 +194,23 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
     return _without_none(SiteResult.empty(given), given.pending)
 
 
-_SITE_BACKWARD = "Tensor out, Tensor numbers, Tensor grad_out, Tensor? grad_total"
+_SITE_BACKWARD = (
+    "Tensor? new_key, Tensor out, Tensor numbers, Tensor grad_out, Tensor? grad_total, "
+    "Tensor? grad_new_key"
+)
 
 
-@_operation("site_backward", f"{_TENSORS}, {_NUMBERS}, {_SITE_BACKWARD}", 5)
+@_operation("site_backward", f"{_SITE}, {_SITE_BACKWARD}", 5)
 def _site_backward(*arguments: Any) -> tuple[Tensor, ...]:
     from depthroute.ops.kernels.add_merge_norm import site_bwd as launch
 
-    given = _site_of(*arguments[:-4])
-    return _without_none(launch(given, *arguments[-4:]), given.pending)
+    given = _site_of(*arguments[:-6])
+    return _without_none(launch(given, *arguments[-6:]), given.pending)
 
 
 @_site_backward.register_fake
 def _(*arguments: Any) -> tuple[Tensor, ...]:
     from depthroute.ops.kernels.block_layout import SiteGradients
 
-    given = _site_of(*arguments[:-4])
+    given = _site_of(*arguments[:-6])
     return _without_none(SiteGradients.empty(given), given.pending)

@@ -72,7 +72,11 @@ class AttnResConfig:
 
 
 class AttnResState(NamedTuple):
-    """Sources of the reads to come. The last write waits to be added by the next read's kernel."""
+    """Sources of the reads to come. The last write waits to be added by the next read's kernel.
+
+    So does a key that was emitted with it: as columns of the write, `[B, T, D + R]`, which is the
+    total if it is the block's first. A write that closes its block has its key taken at once.
+    """
 
     values: tuple[Tensor, ...]  # embedding and closed blocks, [B, T, D]
     keys: tuple[Tensor, ...]  # their separate keys [B, T, R]; empty if cut from the values
@@ -82,6 +86,11 @@ class AttnResState(NamedTuple):
     queries: tuple[Tensor, ...]  # of the blocks to come, [rows, R]
     ahead: Ahead | None  # phase 1 of the next reads
     num_read: int  # values that it has read
+
+    @property
+    def last_write(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return the open block, if it has more than its last write, and that write."""
+        return (None, self.total) if self.pending is None else (self.total, self.pending)
 
 
 class AttnRes(ResidualScheme):
@@ -156,23 +165,25 @@ class AttnRes(ResidualScheme):
             return self._merge(state, site, norm)
         ahead, num_roles = state.ahead, self.num_roles[site]
         assert ahead is not None
-        if state.total is None:
+        total, y = state.last_write
+        if y is None:
             return ahead.outs[:num_roles], state._replace(ahead=ahead.without(num_roles))
-        lacks = (state.total, state.pending) if state.pending is not None else (None, state.total)
-        count, roles = self.counts[site], []
+        key, count, roles = state.total_key, self.counts[site], []
         for _ in range(num_roles):
-            total, role = add_merge_norm(
+            y, key, role = add_merge_norm(
                 ahead,
-                *lacks,
-                key=state.total_key,
+                total,
+                y,
+                key=key,
+                key_sum=self.key.key_sum,
                 share=self._share(count),
                 bias=self.config.summary.beta * math.log(count) or None,
                 rule=self.rule,
                 norm=norm,
             )
             roles.append(role)
-            lacks, ahead = (None, total), ahead.without(1)
-        return tuple(roles), state._replace(total=total, pending=None, ahead=ahead)
+            total, ahead = None, ahead.without(1)
+        return tuple(roles), state._replace(total=y, pending=None, total_key=key, ahead=ahead)
 
     def _merge(
         self, state: AttnResState, site: int, norm: Norm
@@ -192,13 +203,23 @@ class AttnRes(ResidualScheme):
 
     def write(self, state: AttnResState, site: int, y: Tensor) -> AttnResState:
         """Leave the output to the next read, which adds it to its block."""
-        value, emitted = (y, None) if not self.emit_dim else y.tensor_split((self.dim,), dim=-1)
-        key = self.key(value, emitted, state.total_key)
-        if site + 1 in self.ends:
-            return self._close(state, site + 1, value, key)
+        closes, key = site + 1 in self.ends, state.total_key
+        if not self.emit_dim:
+            key = self.key(y, None, key)
+        elif closes:  # phase 1 takes keys whole
+            y, key = self._take_key(y, key)
+        if closes:
+            return self._close(state, site + 1, y, key)
         if state.total is None:
-            return state._replace(total=value, total_key=key)
-        return state._replace(pending=value, total_key=key)
+            return state._replace(total=y, total_key=key)
+        return state._replace(pending=y, total_key=key)
+
+    def _take_key(self, y: Tensor, total_key: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the value of a write, and the key of its block, which may lack the write's."""
+        if y.shape[-1] == self.dim:
+            return y, total_key
+        value, emitted = y.tensor_split((self.dim,), dim=-1)
+        return value, self.key(value, emitted, total_key)
 
     def _close(
         self, state: AttnResState, end: int, value: Tensor, key: Tensor | None
@@ -219,13 +240,16 @@ class AttnRes(ResidualScheme):
 
     def settle(self, state: AttnResState) -> AttnResState:
         """Add the last write to its block."""
-        if state.pending is None:
+        total, y = state.last_write
+        if y is None:
             return state
         if state.total is not None:
-            return state._replace(total=state.total + state.pending, pending=None)
+            value, key = self._take_key(y, state.total_key)
+            total = value if total is None else total + value
+            return state._replace(total=total, pending=None, total_key=key)
         *values, last = state.values
         end = self.ends[len(values) - 1]
-        last = self._scaled(last + state.pending, end)
+        last = self._scaled(last + y, end)
         return state._replace(values=(*values, last), pending=None)
 
     def finish(self, state: AttnResState, norm: Norm) -> Tensor:

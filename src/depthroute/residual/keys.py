@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from depthroute.config import config_dataclass, tagged_union
-from depthroute.ops import rms_norm
-from depthroute.ops.scores import KeyNorm, accumulation_dtype
+from depthroute.ops.block import KeySum
+from depthroute.ops.scores import KeyNorm
 
 
 @config_dataclass
@@ -68,11 +68,13 @@ class Key(nn.Module, ABC):
     Attributes:
         rank: Width R of the key.
         emit_dim: Columns that it needs from every output projection.
+        key_sum: How those columns of a block's writes make its key.
         norm: The key norm that the read applies.
     """
 
     rank: int
     emit_dim: int = 0
+    key_sum: KeySum | None = None
     norm: KeyNorm = "tail"
 
     @property
@@ -116,16 +118,17 @@ class _Tail(Key):
 
 
 class _Projected(Key):
+    key_sum: KeySum
+
     def __init__(self, config: ProjectedKey, dim: int, eps: float) -> None:
         super().__init__()
         self.rank = self.emit_dim = config.rank
-        self.eps, self.norm_first = eps, config.block == "sum_of_normed"
+        self.key_sum = KeySum(eps if config.block == "sum_of_normed" else None)
         self.weight = nn.Parameter(torch.empty(config.rank, dim, dtype=torch.float32))
 
     def forward(self, value: Tensor, emitted: Tensor | None, total: Tensor | None = None) -> Tensor:
         key = F.linear(value, self.weight.to(value.dtype)) if emitted is None else emitted
-        key = key.to(accumulation_dtype(key.dtype))
-        return _added(total, rms_norm(key, eps=self.eps) if self.norm_first else key)
+        return self.key_sum.add(total, key)
 
     def multiply_adds(self, num_writes: int) -> int:
         return self.weight.numel()  # the embedding's key
@@ -139,14 +142,10 @@ class _FromValue(Key):
 
     def forward(self, value: Tensor, emitted: Tensor | None, total: Tensor | None = None) -> Tensor:
         key = F.linear(value, self.weight.to(value.dtype))
-        return _added(total, key.to(accumulation_dtype(key.dtype)))
+        return KeySum(None).add(total, key)
 
     def multiply_adds(self, num_writes: int) -> int:
         return self.weight.numel() * (num_writes + 1)
-
-
-def _added(total: Tensor | None, key: Tensor) -> Tensor:
-    return key if total is None else total + key
 
 
 _KEYS: dict[type, type[Key]] = {

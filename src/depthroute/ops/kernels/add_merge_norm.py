@@ -17,7 +17,7 @@ from depthroute.ops.kernels.layout import as_rows, power_of_two
 def site_fwd(given: Site) -> SiteResult:
     """Launch the forward pass on validated arguments."""
     result = SiteResult.empty(given)
-    tokens = len(result.numbers)
+    tokens, width = len(result.numbers), result.out.shape[-1]
     if not tokens:
         return result
     pending = as_rows(given.pending)
@@ -37,40 +37,52 @@ def site_fwd(given: Site) -> SiteResult:
         given.rule.scale,
         given.share,
         given.norm_eps or 0.0,
+        0.0 if given.key_sum is None else given.key_sum.norm_eps or 0.0,
         NORMED=given.norm_eps is not None,
-        **_constants(given),
-        num_warps=block_layout.site_forward(given.pending.shape[-1]).num_warps,
+        **_constants(given, width),
+        num_warps=block_layout.site_forward(width).num_warps,
     )
     return result
 
 
 def site_bwd(
-    given: Site, out: Tensor, numbers: Tensor, grad_out: Tensor, grad_total: Tensor | None
+    given: Site,
+    new_key: Tensor | None,
+    out: Tensor,
+    numbers: Tensor,
+    grad_out: Tensor,
+    grad_total: Tensor | None,
+    grad_new_key: Tensor | None,
 ) -> SiteGradients:
     """Launch the backward pass.
 
     Args:
         given: Arguments of the forward pass, with the open block after the write as `pending`.
-        out, numbers: Results of the forward pass.
+        new_key, out, numbers: Results of the forward pass.
         grad_out: Gradient of the normed read, `[*b, D]`.
-        grad_total: Gradient of the open block by its later uses.
+        grad_total, grad_new_key: Gradients of the open block and of its key by their later uses.
     """
     grads = SiteGradients.empty(given)
     tokens = len(numbers)
     if not tokens:
         return grads._replace(query=None if grads.query is None else torch.zeros_like(grads.query))
     value = as_rows(given.pending)
+    # the next site wrote it as columns of a wider one, with those of an emitted key
+    later = None if grad_total is None else as_rows(grad_total)
     merges, launch = given.query is not None, block_layout.site_backward(value.shape[-1])
     programs = len(given.query) if merges else site_programs(tokens, value.shape[-1], value.device)
     site_bwd_kernel[(programs,)](
         grad_out.contiguous(),
-        None if grad_total is None else grad_total.contiguous(),
+        later,
+        None if grad_new_key is None else grad_new_key.contiguous(),
         out,
         value,
         given.key,
+        new_key,
         given.query,
         numbers,
         *grads,
+        0 if later is None else later.stride(0),
         value.stride(0),
         tokens,
         given.rule.scale,
@@ -78,27 +90,32 @@ def site_bwd(
         given.norm_eps or 0.0,
         NORMED=given.norm_eps is not None,
         MERGES=merges,
-        **_constants(given),
+        **_constants(given, value.shape[-1]),
         num_warps=launch.num_warps,
         maxnreg=launch.max_registers,
     )
     return grads
 
 
-def _constants(given: Site) -> dict[str, int | str]:
-    width = given.pending.shape[-1]
+def _constants(given: Site, width: int) -> dict[str, int | str | bool]:
     rank = width if given.query is None else given.query.shape[-1]
-    keys = "separate" if given.key is not None else "value" if rank == width else "tail"
+    if given.key_sum is not None:
+        keys = "emitted"
+    elif given.key is not None:
+        keys = "separate"
+    else:
+        keys = "value" if rank == width else "tail"
     sizes = {"D": width, "BD": power_of_two(width), "R": rank, "BR": power_of_two(rank)}
-    return {**sizes, "NORM": given.rule.key_norm, "KEYS": keys}
+    norms_emitted = given.key_sum is not None and given.key_sum.norm_eps is not None
+    return {**sizes, "NORM": given.rule.key_norm, "KEYS": keys, "NORMS_EMITTED": norms_emitted}
 
 
 @triton.jit
 def site_fwd_kernel(
-    old, old_lse, query, total, pending, key, new_total, out, numbers,
-    stride_total, stride_pending, num_tokens, eps, scale, share, norm_eps, NORMED: tl.constexpr,
-    D: tl.constexpr, BD: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, NORM: tl.constexpr,
-    KEYS: tl.constexpr,
+    old, old_lse, query, total, pending, key, new_total, new_key, out, numbers,
+    stride_total, stride_pending, num_tokens, eps, scale, share, norm_eps, emitted_eps,
+    NORMED: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
+    NORM: tl.constexpr, KEYS: tl.constexpr, NORMS_EMITTED: tl.constexpr,
 ):  # fmt: skip
     """Add one token's write to its block, merge the block into the read, norm the result."""
     o_row = tl.program_id(0).to(tl.int64)
@@ -114,7 +131,7 @@ def site_fwd_kernel(
         b_v = b_v.to(tl.float32)
     b_v *= share
     b_out = b_v
-    p_n = numbers + o_row * 4
+    p_n = numbers + o_row * (5 if NORMS_EMITTED else 4)
     if old is not None:
         b_old = tl.load(old + o_row * D + o_d, mask=m_d, other=0.0).to(tl.float32)
         if KEYS == "value":
@@ -128,8 +145,17 @@ def site_fwd_kernel(
                 )
                 b_k = b_k.to(dtype).to(tl.float32)
             b_k *= share
-        else:
+        elif KEYS == "separate":
             b_k = tl.load(key + o_row * R + o_r, mask=m_r, other=0.0).to(tl.float32)
+        else:
+            b_k = tl.load(p_y + D + o_r, mask=m_r, other=0.0).to(tl.float32)
+            if NORMS_EMITTED:
+                b_emitted = tl.rsqrt(tl.sum(b_k * b_k, axis=0) / R + emitted_eps)
+                tl.store(p_n + 4, b_emitted)
+                b_k *= b_emitted
+            if key is not None:
+                b_k += tl.load(key + o_row * R + o_r, mask=m_r, other=0.0)
+            tl.store(new_key + o_row * R + o_r, b_k, mask=m_r)
         b_q = tl.load(query + o_r, mask=m_r, other=0.0, eviction_policy="evict_last")
         if NORM == "none":
             b_r = 1.0
@@ -152,11 +178,12 @@ def site_fwd_kernel(
 
 @triton.jit
 def site_bwd_kernel(
-    grad_out, grad_total, out, value, key, query, numbers,
-    grad_value, grad_old, grad_lse, grad_query, grad_key,
-    stride_value, num_tokens, scale, share, norm_eps, NORMED: tl.constexpr, MERGES: tl.constexpr,
-    D: tl.constexpr, BD: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, NORM: tl.constexpr,
-    KEYS: tl.constexpr,
+    grad_out, grad_total, grad_new_key, out, value, key, new_key, query, numbers,
+    grad_write, grad_old, grad_lse, grad_query, grad_key,
+    stride_later, stride_value, num_tokens, scale, share, norm_eps,
+    NORMED: tl.constexpr, MERGES: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    R: tl.constexpr, BR: tl.constexpr, NORM: tl.constexpr, KEYS: tl.constexpr,
+    NORMS_EMITTED: tl.constexpr,
 ):  # fmt: skip
     """Loop over tokens, with one row of the query's gradient for each program.
 
@@ -171,7 +198,7 @@ def site_bwd_kernel(
         b_dq = tl.zeros([BR], tl.float32)
     for t in range(pid, num_tokens, tl.num_programs(0)):
         o_row = tl.cast(t, tl.int64)
-        p_n = numbers + o_row * 4
+        p_n = numbers + o_row * (5 if NORMS_EMITTED else 4)
         p_g = grad_out + o_row * D
         b_g = tl.load(p_g + o_d, mask=m_d, other=0.0).to(tl.float32)
         if MERGES or NORMED:
@@ -180,7 +207,8 @@ def site_bwd_kernel(
             b_v = tl.load(value + o_row * stride_value + o_d, mask=m_d, other=0.0)
             b_v = b_v.to(tl.float32) * share
         if grad_total is not None:
-            b_later = tl.load(grad_total + o_row * D + o_d, mask=m_d, other=0.0).to(tl.float32)
+            p_later = grad_total + o_row * stride_later
+            b_later = tl.load(p_later + o_d, mask=m_d, other=0.0).to(tl.float32)
         b_along, b_norm = 0.0, 1.0
         if NORMED:
             b_norm = tl.load(p_n + 3)
@@ -209,9 +237,9 @@ def site_bwd_kernel(
         b_dv *= share
         if grad_total is not None:
             b_dv += b_later
-        p_dv = grad_value + o_row * D
+        p_dv = grad_write + o_row * (D + R if KEYS == "emitted" else D)
         m_dv = m_d & (o_d < D - R) if KEYS == "tail" else m_d
-        tl.store(p_dv + o_d, b_dv.to(grad_value.dtype.element_ty), mask=m_dv)
+        tl.store(p_dv + o_d, b_dv.to(grad_write.dtype.element_ty), mask=m_dv)
         if KEYS == "tail":  # the columns of the key once more, with what comes by the score
             b_k = tl.load(value + o_row * stride_value + o_tail, mask=m_r, other=0.0)
             b_k = b_k.to(tl.float32) * share
@@ -224,15 +252,29 @@ def site_bwd_kernel(
                 b_dk -= b_k * (b_pull / (D if NORM == "full" else R))
             b_dk *= share
             if grad_total is not None:
-                b_dk += tl.load(grad_total + o_row * D + o_tail, mask=m_r, other=0.0).to(tl.float32)
-            tl.store(p_dv + o_tail, b_dk.to(grad_value.dtype.element_ty), mask=m_r)
+                b_dk += tl.load(p_later + o_tail, mask=m_r, other=0.0).to(tl.float32)
+            tl.store(p_dv + o_tail, b_dk.to(grad_write.dtype.element_ty), mask=m_r)
             b_dq += b_gd * b_k
-        if KEYS == "separate":
-            b_k = tl.load(key + o_row * R + o_r, mask=m_r, other=0.0).to(tl.float32)
+        if KEYS == "separate" or KEYS == "emitted":
+            o_k = o_row * R + o_r
+            p_k = new_key if KEYS == "emitted" else key
+            b_k = tl.load(p_k + o_k, mask=m_r, other=0.0).to(tl.float32)
             b_dk = b_gd * b_q
             if NORM != "none":
                 b_dk -= b_k * (b_pull / R)
-            tl.store(grad_key + o_row * R + o_r, b_dk.to(grad_key.dtype.element_ty), mask=m_r)
+            if grad_new_key is not None:
+                b_dk += tl.load(grad_new_key + o_k, mask=m_r, other=0.0)
+            if key is not None:
+                tl.store(grad_key + o_k, b_dk.to(grad_key.dtype.element_ty), mask=m_r)
             b_dq += b_gd * b_k
+        if KEYS == "emitted":
+            # the write is not kept: what its key was normed to is what the block's has grown by, up
+            # to a rounding of that, which is small beside the first term of the gradient
+            if NORMS_EMITTED:
+                if key is not None:
+                    b_k -= tl.load(key + o_k, mask=m_r, other=0.0)
+                b_along_k = tl.sum(b_dk * b_k, axis=0) / R
+                b_dk = tl.load(p_n + 4) * (b_dk - b_k * b_along_k)
+            tl.store(p_dv + D + o_r, b_dk.to(grad_write.dtype.element_ty), mask=m_r)
     if MERGES:
         tl.store(grad_query + pid * R + o_r, b_dq, mask=m_r)

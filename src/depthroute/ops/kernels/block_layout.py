@@ -177,25 +177,30 @@ class SiteResult(NamedTuple):
     """Results of a site, and what its backward pass needs of them."""
 
     total: Tensor | None  # [*b, D]; None if the block has this one write
+    key: Tensor | None  # [*b, R]; None if the write emits none
     out: Tensor  # [*b, D]
-    numbers: Tensor  # [T, 4]: logit, factors of key norm, of the block, and of the norm
+    # [T, 4]: logit, factors of key norm, of the block, and of the norm; a fifth is the factor of
+    # the norm of an emitted key
+    numbers: Tensor
 
     @classmethod
     def empty(cls, given: Site) -> "SiteResult":
         """Allocate them."""
-        y = given.pending
-        tokens = y.numel() // y.shape[-1]
+        y, rank, key_sum = given.pending, emitted_columns(given), given.key_sum
+        batch, wide, width = y.shape[:-1], torch.float32, y.shape[-1] - rank
+        num_numbers = 4 if key_sum is None or key_sum.norm_eps is None else 5
         return cls(
-            None if given.total is None else y.new_empty(y.shape),
-            y.new_empty(y.shape),
-            y.new_empty((tokens, 4), dtype=torch.float32),
+            None if given.total is None else y.new_empty((*batch, width)),
+            None if key_sum is None else y.new_empty((*batch, rank), dtype=wide),
+            y.new_empty((*batch, width)),
+            y.new_empty((y.numel() // y.shape[-1], num_numbers), dtype=wide),
         )
 
 
 class SiteGradients(NamedTuple):
     """Gradients of the arguments of a site."""
 
-    value: Tensor  # [*b, D], of the total and of what was added to it
+    write: Tensor  # [*b, D or D + R], of the write, and of the total in the first D columns
     old: Tensor | None  # [*b, D]
     lse: Tensor | None  # [*b], less `<grad_old, old>`
     query: Tensor | None  # [programs, R]
@@ -207,12 +212,17 @@ class SiteGradients(NamedTuple):
         value, query, key = given.pending, given.query, given.key
         merges = query is not None
         return cls(
-            value.new_empty(value.shape),
+            value.new_empty((*value.shape[:-1], value.shape[-1] + emitted_columns(given))),
             value.new_empty(value.shape) if merges else None,
             value.new_empty(value.shape[:-1], dtype=torch.float32) if merges else None,
             None if query is None else query.new_empty(query.shape),
             None if key is None else key.new_empty(key.shape),
         )
+
+
+def emitted_columns(given: Site) -> int:
+    """Return how many columns the write has beyond its value."""
+    return 0 if given.key_sum is None or given.query is None else given.query.shape[-1]
 
 
 def contiguous_rows(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
