@@ -24,7 +24,7 @@ from block_cases import (
 )
 from depthroute.ops import use_backend
 from depthroute.ops.block import add_norm
-from depthroute.residual import AttnResConfig, PreNormConfig
+from depthroute.residual import AttnResConfig, PreNormConfig, ProjectedKey, TailKey
 from helpers import assert_all_close, assert_close, gradients, tiny_model
 
 pytestmark = [
@@ -37,6 +37,15 @@ pytestmark = [
 BATCH = (2, 101)  # more tokens than a program takes at a time, of no round number
 WIDE = Stack(AttnResConfig(num_blocks=2), dim=256)
 PLAIN = Stack(PreNormConfig(), dim=256)
+# several blocks of columns
+WIDER = {
+    "emitted": Stack(AttnResConfig(num_blocks=2, key=ProjectedKey(rank=32)), dim=520),
+    "low_rank": Stack(AttnResConfig(num_blocks=3, key=TailKey(rank=96)), dim=520),
+    "streamed": Stack(AttnResConfig(num_blocks=0), dim=520, num_sublayers=20),
+    "streamed_low_rank": Stack(
+        AttnResConfig(num_blocks=0, key=TailKey(rank=96)), dim=520, num_sublayers=20
+    ),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +54,7 @@ def _kernels() -> Any:
         yield
 
 
-@pytest.mark.parametrize("name", ["one_source_many_reads", "separate", "width_37"])
+@pytest.mark.parametrize("name", ["one_source_many_reads", "separate", "width_37", "nine_sources"])
 def test_reads_of_a_block_equal_single_passes(name: str) -> None:
     case = CASES[name]._replace(batch=BATCH)
     exact = make(case, "cuda")
@@ -63,7 +72,9 @@ def test_stacks_in_single_precision_equal_float64(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "stack", [WIDE, PLAIN, STACKS["block1_of_12"]], ids=["routed", "plain", "one_block"]
+    "stack",
+    [WIDE, PLAIN, STACKS["block1_of_12"], *WIDER.values()],
+    ids=["routed", "plain", "one_block", *WIDER],
 )
 def test_stacks_in_bfloat16_are_as_good_as_plain_pytorch(stack: Stack) -> None:
     runs = run_thrice(stack, torch.bfloat16, "cuda", BATCH)
