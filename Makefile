@@ -10,7 +10,8 @@ demo: $(INSTALLED) data/stdlib/manifest.json
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n auto --dist loadfile
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n auto --dist loadfile -m kernel tests/ops tests/models
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n auto --dist loadfile -m kernel tests/ops tests/models \
+		tests/distributed
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -30,6 +31,7 @@ gpu:
 bench:
 	PYTHONPATH=src $(PYTHON) benchmarks/reads.py
 	PYTHONPATH=src $(PYTHON) benchmarks/step.py
+	PYTHONPATH=src $(PYTHON) benchmarks/decode.py
 
 clean:
 	rm -rf .venv runs data

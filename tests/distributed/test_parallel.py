@@ -1,11 +1,13 @@
 """DDP and FSDP2 on two processes against one process: losses, gradients, steps, dtypes.
 
-A pair of gloo processes runs this file once over every case; the tests look at what it saved.
+A pair of gloo processes runs this file over every case; the tests look at what it saved.
 """
 
+import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch.optim import Optimizer
 from depthroute.models import CausalLM
 from depthroute.models.decoder import Checkpointing
 from depthroute.nn import LowRankConfig
+from depthroute.ops import use_backend
 from depthroute.optim import OptimConfig, build_optimizers, parameter_groups
 from depthroute.parallel import parallelize
 from helpers import VARIANTS, assert_close, tiny_config, tiny_model
@@ -32,6 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
     "tied": {"residual": VARIANTS["p_lr"], "tie_word_embeddings": True},
     "low_rank": {"residual": VARIANTS["p_lr"], "low_rank": LowRankConfig(rank=5)},
 }
+KERNEL_CASES = (("attn_res_block3", "fsdp"), ("p_lr", "fsdp"), ("s_lr", "ddp"))
 IDS = torch.arange(48).view(4, 12) * 17 % 61
 TARGETS = IDS.roll(-1, 1).where(torch.arange(4).unsqueeze(1) != 1, -100)  # ranks have unequal parts
 
@@ -68,12 +72,20 @@ def whole(tensor: Tensor) -> Tensor:
     return full.detach().clone()
 
 
-def run_rank(rank: int, folder: Path) -> None:
-    """Run every case on one of the two processes; rank 0 saves the results."""
+def run_rank(rank: int, folder: Path, run_all: Callable[[int], dict[Any, Result]]) -> None:
+    """Run all cases on one of the two processes; rank 0 saves the results."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=WORLD
     )
+    results = run_all(rank)
+    if rank == 0:
+        torch.save(results, folder / "results.pt")
+    dist.destroy_process_group()
+
+
+def run_plain(rank: int) -> dict[Any, Result]:
+    """Run every case in plain PyTorch."""
     results: dict[Any, Result] = {}
     for case, changes in CASES.items():
         for mode in MODES:
@@ -90,9 +102,19 @@ def run_rank(rank: int, folder: Path) -> None:
         gradients(model, parallelize(model, mode, device="cpu"), rank, WORLD)
         results["optimizers", mode] = step(model, muon_and_adamw(model))
         results["bfloat16", mode] = run_in_bfloat16(mode, rank)
-    if rank == 0:
-        torch.save(results, folder / "results.pt")
-    dist.destroy_process_group()
+    return results
+
+
+def run_kernels(rank: int) -> dict[Any, Result]:
+    """Run the cases that have kernels of the block schedule, in Triton's interpreter."""
+    results: dict[Any, Result] = {}
+    with use_backend("triton"):
+        for case, mode in KERNEL_CASES:
+            model = tiny_model(VARIANTS[case], num_hidden_layers=2)
+            model.model.checkpointing = "depth_block"
+            loss = parallelize(model, mode, device="cpu")
+            results[case, mode] = gradients(model, loss, rank, WORLD)
+    return results
 
 
 def initial_weights(changes: dict[str, Any], mode: Any) -> Result:
@@ -118,13 +140,12 @@ def run_in_bfloat16(mode: Any, rank: int) -> Result:
     return {**gradients(model, loss, rank, WORLD), "seen": seen}
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Result]:
-    folder = tmp_path_factory.mktemp("pair")
+def run_pair(folder: Path, what: str) -> dict[Any, Result]:
+    """Start two processes that run the same cases, and return what they saved."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-W", "error", __file__, str(rank), str(folder)],
+            [sys.executable, "-W", "error", __file__, str(rank), str(folder), what],
             env=environment,
             stderr=subprocess.PIPE,
             text=True,
@@ -138,6 +159,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Result]:
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors)
     return torch.load(folder / "results.pt")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Result]:
+    return run_pair(tmp_path_factory.mktemp("pair"), "plain")
 
 
 def compare(ours: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 0.0) -> None:
@@ -202,6 +228,15 @@ def test_routing_stays_float32_when_the_layers_run_in_bfloat16(
         assert_close(ours["gradients"][name], value, name, rtol=0.05)
 
 
+@pytest.mark.kernel
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+def test_kernels_under_both_modes_take_the_gradients_of_plain_pytorch(tmp_path: Path) -> None:
+    for (case, _), ours in run_pair(tmp_path, "kernels").items():
+        model = tiny_model(VARIANTS[case], num_hidden_layers=2)
+        expected = gradients(model, model.loss, 0, 1)
+        compare(ours["gradients"], expected["gradients"], rtol=1e-4)
+
+
 def test_errors_say_what_is_wrong() -> None:
     model = tiny_model(VARIANTS["prenorm"])
     with pytest.raises(ValueError, match=r"mode must be one of .* got 'fsdp1'"):
@@ -211,4 +246,5 @@ def test_errors_say_what_is_wrong() -> None:
 
 
 if __name__ == "__main__":
-    run_rank(int(sys.argv[1]), Path(sys.argv[2]))
+    what = {"plain": run_plain, "kernels": run_kernels}[sys.argv[3]]
+    run_rank(int(sys.argv[1]), Path(sys.argv[2]), what)

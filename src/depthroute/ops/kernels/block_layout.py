@@ -74,7 +74,6 @@ class Columns(NamedTuple):
     num_warps: int
     stages: int = 1  # loads in flight, of a loop's coming steps
     programs: int = 1  # on each processor, in a loop over tokens
-    max_registers: int | None = None
 
 
 def ahead_dots(at: BlockLayout) -> Columns:

@@ -133,7 +133,6 @@ def read_ahead_bwd(
                 STAGES=update.stages,
                 SPLIT=values[0].dtype == torch.bfloat16 and not INTERPRETED,
                 num_warps=update.num_warps,
-                maxnreg=update.max_registers,
                 **shared,
             )
         later = grads.values.unbind(0)
