@@ -34,12 +34,12 @@ from block_cases import (
     run_thrice,
     scheduled,
 )
-from depthroute.ops import block, use_backend
+from depthroute.ops import backend, block, use_backend
 from depthroute.ops import registered_block as registered
 from depthroute.ops.block import KeySum, add_merge_norm, add_norm, read_ahead
 from depthroute.ops.kernels import block_layout
 from depthroute.ops.kernels.block_layout import Columns
-from depthroute.residual import AttnResConfig, ProjectedKey, TailKey
+from depthroute.residual import AttnResConfig, ProjectedKey, Summary, TailKey
 from helpers import ToyModel, assert_all_close, assert_close, gradients
 
 pytestmark = [
@@ -223,12 +223,40 @@ def test_what_the_schedule_does_not_fuse_is_right_too(name: str, launches: Count
     assert (launches["read_ahead_fwd"], launches["site_fwd"]) == FUSED[name]
 
 
-def test_float64_is_left_to_plain_pytorch() -> None:
+def test_what_the_kernels_do_not_support_is_refused() -> None:
     x, y = torch.randn(2, 2, 3, 8).double()
-    assert torch.equal(add_norm(x, y, NORM)[1], NORM(x + y))
-    leaves = make(Case())
-    with pytest.raises(ValueError, match="float64 is not one of"):
-        scheduled(Case(), leaves)
+    wide = torch.randn(2, 1, 9000)
+    for run in (
+        lambda: add_norm(x, y, NORM),
+        lambda: add_norm(*wide, NORM),
+        lambda: scheduled(Case(), make(Case())),
+    ):
+        with pytest.raises(ValueError, match=r'backend "triton": (.*64|9000)'):
+            run()
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (AttnResConfig(num_blocks=2, heads=2), "several heads"),
+        (AttnResConfig(num_blocks=2, summary=Summary(beta=0.5)), "logits have a bias"),
+        (AttnResConfig(num_blocks=2), "2 sources of width 16"),
+    ],
+)
+def test_reads_one_by_one_say_why_once(
+    config: AttnResConfig,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    launches: Counter[str],
+) -> None:
+    monkeypatch.setattr(block, "MAX_NUMBERS", 16)
+    monkeypatch.setattr(backend, "_said", set())
+    caplog.set_level("INFO", "depthroute.ops")
+    runs = run_thrice(Stack(config, dim=16), torch.float32)
+    assert_all_close(runs.tested, runs.exact, runs.names, RTOL)
+    assert caplog.messages.count(f"depth reads run one by one: {reason}") == 1
+    assert launches["read_ahead_fwd"] == ("sources" in reason)  # that of one source
 
 
 @pytest.mark.parametrize("width", [1, 16, 37, 1000])

@@ -18,7 +18,7 @@ MAX_SOURCES, MAX_QUERIES, MAX_WIDTH = 129, 16, 8192
 
 _logger = logging.getLogger("depthroute.ops")
 _setting: Backend = "auto"
-_said: set[tuple[str, str]] = set()
+_said: set[str] = set()
 # read once: torch.compile traces the code below
 _has_triton = importlib.util.find_spec("triton") is not None
 _interprets = os.environ.get("TRITON_INTERPRET") == "1"
@@ -57,43 +57,60 @@ def runs_in_triton(op: str, read: Read) -> bool:
     reason = "the backend is set so" if _setting == "reference" else _unsupported(read)
     if _setting == "triton" and reason:
         raise ValueError(f'{op} cannot run with backend "triton": {reason}')
-    _say(op, reason, _setting == "auto" and read.values[0].is_cuda)
+    report(op, reason, _setting == "auto" and read.values[0].is_cuda)
     return not reason
 
 
-def _say(op: str, reason: str, kernels_expected: bool) -> None:
-    if torch.compiler.is_compiling():
-        from depthroute.ops.traced import say
+def report(op: str, reason: str, kernels_expected: bool = True) -> None:
+    """Log once what runs an op: the kernels, or plain PyTorch for a reason."""
+    if reason:
+        level = logging.WARNING if kernels_expected else logging.INFO
+        _log_once(f"{op} runs in plain PyTorch: {reason}", level)
     else:
-        say = report
-    say(op, reason, kernels_expected)
+        _log_once(f"{op} runs in Triton kernels", logging.INFO)
 
 
-def fuses(value: Tensor) -> bool:
+def _log_once(message: str, level: int) -> None:
+    if torch.compiler.is_compiling():
+        from depthroute.ops.traced import log
+    else:
+        log = log_once
+    log(message, level)
+
+
+def fuses(value: Tensor, apart: str = "") -> bool:
     """Decide whether the kernels of the block schedule take a tensor, and log each reason once.
 
     Where they do not, the operations that they replace run one by one, by their own decisions.
+
+    Args:
+        value: A source or the residual stream.
+        apart: Why the reads must run one by one; nothing if they need not.
+
+    Raises:
+        ValueError: The backend is "triton" and no kernels support the tensor.
     """
+    op = "the block schedule"
     if _setting == "reference":
         reason = "the backend is set so"
     elif _setting == "auto" and value.device.type != "cuda":
         reason = f"the tensors are on {value.device.type}"
     else:
         reason = _unsupported_device(value.device) or _unsupported_value(value)
-    _say("the block schedule", reason, _setting == "auto" and value.is_cuda)
+    if _setting == "triton" and reason:
+        raise ValueError(f'{op} cannot run with backend "triton": {reason}')
+    if apart and not reason:
+        _log_once(f"depth reads run one by one: {apart}", logging.INFO)
+        return False
+    report(op, reason, _setting == "auto" and value.is_cuda)
     return not reason
 
 
-def report(op: str, reason: str, kernels_expected: bool = True) -> None:
-    """Log once what runs an op: the kernels, or plain PyTorch for a reason."""
-    if (op, reason) in _said:
-        return
-    _said.add((op, reason))
-    if not reason:
-        _logger.info("%s runs in Triton kernels", op)
-    else:
-        level = logging.WARNING if kernels_expected else logging.INFO
-        _logger.log(level, "%s runs in plain PyTorch: %s", op, reason)
+def log_once(message: str, level: int) -> None:
+    """Log a message, unless it was logged before."""
+    if message not in _said:
+        _said.add(message)
+        _logger.log(level, message)
 
 
 def _unsupported(read: Read) -> str:

@@ -72,7 +72,7 @@ class Ahead(NamedTuple):
     """
 
     outs: tuple[Tensor, ...]  # [*b, D]
-    lses: tuple[Tensor, ...]  # [*b] from the kernels, else [*b, 1]
+    lses: tuple[Tensor, ...]  # [*b] from the kernels, else [*b, H]
     queries: tuple[Tensor, ...]  # [rows, R] from the kernels, else [R]
     fused: bool
     rest: Tensor | None  # rows of the query that it did not serve
@@ -245,14 +245,14 @@ def scaled(x: Tensor, share: float) -> Tensor:
 
 def _fuses(values: Sequence[Tensor], rule: ScoreRule, bias: Tensor | None) -> bool:
     """Decide whether the kernels of this schedule take a read; if not, others may."""
-    width = 1 << (values[0].shape[-1] - 1).bit_length()
-    return (
-        rule.heads == 1
-        and bias is None
-        and len(values) <= MAX_SOURCES
-        and (len(values) > MAX_RESIDENT or len(values) * width <= MAX_NUMBERS)
-        and backend.fuses(values[0])
-    )
+    num_values, width = len(values), values[0].shape[-1]
+    numbers = num_values * (1 << (width - 1).bit_length())
+    apart = ""
+    if rule.heads > 1 or bias is not None:
+        apart = "several heads" if rule.heads > 1 else "logits have a bias"
+    elif num_values > MAX_SOURCES or (numbers > MAX_NUMBERS and num_values <= MAX_RESIDENT):
+        apart = f"{num_values} sources of width {width}"
+    return backend.fuses(values[0], apart)
 
 
 def _plain_read(
