@@ -30,6 +30,7 @@ gpu:
 # one JSON object a line; needs a CUDA device too
 bench:
 	PYTHONPATH=src $(PYTHON) benchmarks/reads.py
+	PYTHONPATH=src $(PYTHON) benchmarks/block_kernels.py
 	PYTHONPATH=src $(PYTHON) benchmarks/step.py
 	PYTHONPATH=src $(PYTHON) benchmarks/decode.py
 

@@ -145,7 +145,7 @@ def steps(shape: Shape, calls: int = 500) -> dict[str, float]:
     given, leaves = arguments(shape)
     upstream = torch.ones_like(depth_attend(**given)[0])
     clock = Clock()
-    kernel, total = backward_module.depth_attend_bwd_kernel, sums.sum_rows_kernel
+    kernel, total = backward_module.depth_attend_bwd_kernel, sums.sum_programs_kernel
     function = clock.around(fused._Attend.backward, "enter", "return_gradients")
     launcher = clock.around(depth_attend_bwd, "unpack", "")
     timed = TimedKernel(kernel, clock, "prepare", "launch")
@@ -156,7 +156,7 @@ def steps(shape: Shape, calls: int = 500) -> dict[str, float]:
         enter(patch.object(fused._Attend, "backward", staticmethod(function)))
         enter(patch.object(backward_module, "depth_attend_bwd", launcher))
         enter(patch.object(backward_module, "depth_attend_bwd_kernel", timed))
-        enter(patch.object(sums, "sum_rows_kernel", timed_total))
+        enter(patch.object(sums, "sum_programs_kernel", timed_total))
         for i in range(calls + 20):
             clock.__init__()  # type: ignore[misc]
             clock.ends("start")

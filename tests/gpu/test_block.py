@@ -8,6 +8,7 @@ from torch import Tensor
 
 from block_cases import (
     CASES,
+    EPS,
     NORM,
     STACKS,
     Case,
@@ -23,7 +24,10 @@ from block_cases import (
     run_thrice,
 )
 from depthroute.ops import use_backend
-from depthroute.ops.block import add_norm
+from depthroute.ops.block import BlockRead, add_norm
+from depthroute.ops.kernels.read_ahead_bwd import read_ahead_bwd
+from depthroute.ops.kernels.read_ahead_fwd import read_ahead_fwd
+from depthroute.ops.scores import ScoreRule
 from depthroute.residual import AttnResConfig, PreNormConfig, ProjectedKey, TailKey
 from helpers import assert_all_close, assert_close, gradients, tiny_model
 
@@ -97,6 +101,41 @@ def test_the_size_of_a_model() -> None:
         assert_close(a, b, name, rtol=3e-2)
     assert mean_error(got, want) <= 4 * mean_error(plain, want)  # plain merges before it rounds
     assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
+
+
+def rounded_alike(actual: Tensor, exact: Tensor) -> float:
+    """Return how many numbers are the exact one, rounded once."""
+    return (actual == exact.to(actual.dtype)).double().mean().item()
+
+
+@pytest.mark.parametrize("sources", [3, 8, 20])
+def test_float32_factors_keep_their_digits_in_tensor_cores(sources: int) -> None:
+    """A factor of bfloat16 would round a third of the results to another number."""
+    width, queries, tokens = 96, 5, 130
+    rule = ScoreRule(1, "none", EPS, 1.0)
+
+    def draw(*size: int, to: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.randn(size, device="cuda").to(to)
+
+    values = tuple(draw(tokens, width) for _ in range(sources))
+    later, outs = ([draw(tokens, width) for _ in range(n)] for n in (sources, queries))
+    query = draw(queries, width, to=torch.float32) / width**0.5
+    given = BlockRead(values, None, None, query, rule, 1.0, None)
+    read = read_ahead_fwd(given)
+    v, g = torch.stack(values, 1).double(), torch.stack(outs, 1).double()  # [T, S or Q, D]
+    logits = v @ query.double().T  # [T, S, Q]
+    weights = logits.softmax(1)
+    assert_close(read.lse, logits.logsumexp(1).T, rtol=2e-5)
+    assert rounded_alike(read.out, torch.einsum("tsq,tsd->qtd", weights, v)) > 0.98
+    rest = draw(queries, tokens, to=torch.float32)
+    grads = read_ahead_bwd(
+        given, None, read.weights, read.logits, read.rstds, None, outs, list(rest), later, None,
+        [draw(7, width, to=torch.float32) * 0 for _ in range(queries)],
+    )  # fmt: skip
+    gz = weights * (torch.einsum("tqd,tsd->tsq", g, v) + rest.double().T.unsqueeze(1))
+    exact = weights @ g + gz @ query.double() + torch.stack(later, 1)
+    assert_close(grads.query, torch.einsum("tsq,tsd->qd", gz, v), rtol=5e-5)
+    assert rounded_alike(grads.values, exact.transpose(0, 1)) > 0.98
 
 
 @pytest.mark.parametrize("stack", [WIDE, PLAIN], ids=["routed", "plain"])

@@ -157,8 +157,7 @@ def test_stacks_and_all_their_gradients_equal_float64(stack: Stack, launches: Co
 def test_blocks_of_columns_join(
     num_blocks: int, num_sublayers: int, key: TailKey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for launch in ("ahead_update", "ahead_stream"):
-        monkeypatch.setattr(block_layout, launch, lambda at: Columns(16, 1, programs=2))
+    monkeypatch.setattr(block_layout, "ahead_columns", lambda at: Columns(16, 1, programs=2))
     config = AttnResConfig(num_blocks=num_blocks, key=key)
     runs = run_thrice(Stack(config, dim=36, num_sublayers=num_sublayers), torch.float32)
     assert_all_close(runs.tested, runs.exact, runs.names, RTOL)
@@ -167,7 +166,7 @@ def test_blocks_of_columns_join(
 def test_more_sources_than_a_tile_holds_are_read_one_by_one(
     monkeypatch: pytest.MonkeyPatch, launches: Counter[str]
 ) -> None:
-    monkeypatch.setattr(block, "MAX_SOURCES", 4)
+    monkeypatch.setattr(block, "MAX_BLOCK_SOURCES", 4)
     runs = run_thrice(STACKS["full"], torch.float32)
     assert_all_close(runs.tested, runs.exact, runs.names, RTOL)
     # phase 1 over two sources serves the reads up to site 5; no other has so few

@@ -20,7 +20,7 @@ from depthroute.ops.scores import ScoreRule, accumulation_dtype
 Norm = Callable[[Tensor], Tensor]
 
 # 16 sources fit the registers of a program up to so many numbers; more are streamed, up to a tile
-MAX_RESIDENT, MAX_NUMBERS, MAX_SOURCES = 16, 32768, 64
+MAX_RESIDENT, MAX_NUMBERS, MAX_BLOCK_SOURCES = 16, 32768, 64
 
 
 class KeySum(NamedTuple):
@@ -250,7 +250,7 @@ def _fuses(values: Sequence[Tensor], rule: ScoreRule, bias: Tensor | None) -> bo
     apart = ""
     if rule.heads > 1 or bias is not None:
         apart = "several heads" if rule.heads > 1 else "logits have a bias"
-    elif num_values > MAX_SOURCES or (numbers > MAX_NUMBERS and num_values <= MAX_RESIDENT):
+    elif num_values > MAX_BLOCK_SOURCES or (numbers > MAX_NUMBERS and num_values <= MAX_RESIDENT):
         apart = f"{num_values} sources of width {width}"
     return backend.fuses(values[0], apart)
 

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from depthroute.ops.kernels.layout import Layout
-from depthroute.ops.kernels.results import Attended, AttendGradients, Merged, MergeGradients
+from depthroute.ops.kernels.results import (
+    Attended,
+    AttendGradients,
+    Merged,
+    MergeGradients,
+    without_none,
+)
 from depthroute.ops.scores import KeyNorm, ScoreRule
 
 
@@ -65,12 +71,12 @@ def attend_backward_op(
     grads = depth_attend_bwd(
         grad_out, grad_lse, values, keys or None, query, bias, null, dots, rstds, lse, rule
     )
-    return _without_none(grads, query)
+    return without_none(grads, query)
 
 
 @attend_backward_op.register_fake
 def _(grad_out, grad_lse, values, keys, query, bias, null, *rest):  # type: ignore[no-untyped-def]
-    return _without_none(AttendGradients.empty(values, keys or None, query, bias, null), query)
+    return without_none(AttendGradients.empty(values, keys or None, query, bias, null), query)
 
 
 def _attend_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -155,12 +161,12 @@ def merge_backward_op(
     rule = ScoreRule(heads, cast(KeyNorm, key_norm), eps, scale)
     numbers = (dots, rstds, keep, take)
     grads = depth_merge_bwd(grad_out, grad_lse, out, lse, value, query, key, bias, *numbers, rule)
-    return _without_none(grads, query)
+    return without_none(grads, query)
 
 
 @merge_backward_op.register_fake
 def _(grad_out, grad_lse, out, lse, value, query, key, bias, *rest):  # type: ignore[no-untyped-def]
-    return _without_none(MergeGradients.empty(out, lse, value, query, key, bias), query)
+    return without_none(MergeGradients.empty(out, lse, value, query, key, bias), query)
 
 
 def _merge_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -187,7 +193,3 @@ def _merge_backward(
 
 
 merge_op.register_autograd(_merge_backward, setup_context=_merge_setup)
-
-
-def _without_none(results: tuple[Tensor | None, ...], like: Tensor) -> tuple[Any, ...]:
-    return tuple(like.new_empty(0) if x is None else x for x in results)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from depthroute.ops.block import BlockRead, KeySum, Site
+from depthroute.ops.kernels.results import without_none
 from depthroute.ops.scores import ScoreRule
 
 
@@ -140,16 +141,12 @@ def _site_of(*arguments: Any) -> Site:
     return Site(old, lse, query, total, pending, key, rule, share, norm_eps, key_sum)
 
 
-def _without_none(results: Sequence[Tensor | None], like: Tensor) -> tuple[Any, ...]:
-    return tuple(like.new_empty(0) if x is None else x for x in results)
-
-
 @_operation("read_ahead", _READ, 8)
 def _read_ahead(*arguments: Any) -> tuple[Tensor, ...]:
     from depthroute.ops.kernels.read_ahead_fwd import read_ahead_fwd as launch
 
     given = _block_read(*arguments)
-    return _without_none(launch(given), given.query)
+    return without_none(launch(given), given.query)
 
 
 @_read_ahead.register_fake
@@ -157,7 +154,7 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
     from depthroute.ops.kernels.block_layout import BlockLayout, ReadAhead
 
     given = _block_read(*arguments)
-    return _without_none(ReadAhead.empty(BlockLayout.of(given), given), given.query)
+    return without_none(ReadAhead.empty(BlockLayout.of(given), given), given.query)
 
 
 @_operation("read_ahead_backward", f"{_READ}, {_SAVED}, {_GRADS}", 4)
@@ -167,7 +164,7 @@ def _read_ahead_backward(*arguments: Any) -> tuple[Tensor, ...]:
     given, rest = _block_read(*arguments[:10]), arguments[10:]
     *saved_and_grads, later_values, later_keys, slots = rest
     grads = launch(given, *saved_and_grads, later_values or None, later_keys or None, slots)  # type: ignore[call-arg]
-    return _without_none(grads, given.query)
+    return without_none(grads, given.query)
 
 
 @_read_ahead_backward.register_fake
@@ -175,7 +172,7 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
     from depthroute.ops.kernels.block_layout import ReadAheadGradients
 
     given = _block_read(*arguments[:10])
-    return _without_none(ReadAheadGradients.empty(given, arguments[-1]), given.query)
+    return without_none(ReadAheadGradients.empty(given, arguments[-1]), given.query)
 
 
 @_operation("site", _SITE, 4)
@@ -183,7 +180,7 @@ def _site(*arguments: Any) -> tuple[Tensor, ...]:
     from depthroute.ops.kernels.add_merge_norm import site_fwd as launch
 
     given = _site_of(*arguments)
-    return _without_none(launch(given), given.pending)
+    return without_none(launch(given), given.pending)
 
 
 @_site.register_fake
@@ -191,7 +188,7 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
     from depthroute.ops.kernels.block_layout import SiteResult
 
     given = _site_of(*arguments)
-    return _without_none(SiteResult.empty(given), given.pending)
+    return without_none(SiteResult.empty(given), given.pending)
 
 
 _SITE_BACKWARD = (
@@ -205,7 +202,7 @@ def _site_backward(*arguments: Any) -> tuple[Tensor, ...]:
     from depthroute.ops.kernels.add_merge_norm import site_bwd as launch
 
     given = _site_of(*arguments[:-6])
-    return _without_none(launch(given, *arguments[-6:]), given.pending)
+    return without_none(launch(given, *arguments[-6:]), given.pending)
 
 
 @_site_backward.register_fake
@@ -213,4 +210,4 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
     from depthroute.ops.kernels.block_layout import SiteGradients
 
     given = _site_of(*arguments[:-6])
-    return _without_none(SiteGradients.empty(given), given.pending)
+    return without_none(SiteGradients.empty(given), given.pending)

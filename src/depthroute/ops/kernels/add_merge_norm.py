@@ -32,7 +32,6 @@ def site_fwd(given: Site) -> SiteResult:
         *result,
         0 if total is None else total.stride(0),
         pending.stride(0),
-        tokens,
         given.rule.eps,
         given.rule.scale,
         given.share,
@@ -113,7 +112,7 @@ def _constants(given: Site, width: int) -> dict[str, int | str | bool]:
 @triton.jit
 def site_fwd_kernel(
     old, old_lse, query, total, pending, key, new_total, new_key, out, numbers,
-    stride_total, stride_pending, num_tokens, eps, scale, share, norm_eps, emitted_eps,
+    stride_total, stride_pending, eps, scale, share, norm_eps, emitted_eps,
     NORMED: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
     NORM: tl.constexpr, KEYS: tl.constexpr, NORMS_EMITTED: tl.constexpr,
 ):  # fmt: skip

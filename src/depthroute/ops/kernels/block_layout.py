@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from depthroute.ops.block import BlockRead, Site
+from depthroute.ops.block import MAX_RESIDENT, BlockRead, Site
 from depthroute.ops.kernels.layout import power_of_two
 from depthroute.ops.kernels.sources import num_programs
 
@@ -16,8 +16,6 @@ _PACKED = torch.contiguous_format
 QUERIES_AT_ONCE = 8
 # of one decoding step
 FEW_TOKENS = 128
-# sources that a program of the forward pass holds
-RESIDENT = 16
 
 
 class BlockLayout(NamedTuple):
@@ -52,19 +50,19 @@ class BlockLayout(NamedTuple):
         return -(-self.Q // -(-self.Q // QUERIES_AT_ONCE))
 
 
-class Launch(NamedTuple):
-    """How a kernel is compiled, and how many programs of it share a processor's tokens."""
+class Rows(NamedTuple):
+    """The launch of a kernel whose programs hold whole rows of a token."""
 
     num_warps: int
-    programs: int = 1
+    programs: int = 1  # for each token, which share its queries; or on each processor, in a loop
     max_registers: int | None = None
 
 
-def ahead_forward(at: BlockLayout) -> Launch:
+def ahead_forward(at: BlockLayout) -> Rows:
     """Choose the launch of `read_ahead`; its programs share the queries of a token."""
     if at.T <= FEW_TOKENS:  # less than fills a device: what counts is how long a program takes
-        return Launch(_warps(at.D, 256), at.Q)
-    return Launch(_warps(-(-at.S * power_of_two(at.D) // 6), 1024))
+        return Rows(_warps(at.D, 256), at.Q)
+    return Rows(_warps(-(-at.S * power_of_two(at.D) // 6), 1024))
 
 
 class Columns(NamedTuple):
@@ -78,16 +76,11 @@ class Columns(NamedTuple):
 
 def ahead_dots(at: BlockLayout) -> Columns:
     """Choose the launch of the first part of its backward pass."""
-    return Columns(128, 1, 4) if at.S <= RESIDENT else Columns(64, 4, 3)
+    return Columns(128, 1, 4) if at.S <= MAX_RESIDENT else Columns(64, 4, 3)
 
 
-def ahead_update(at: BlockLayout) -> Columns:
-    """Choose the launch of the second part."""
-    return Columns(max(16, min(256, power_of_two(at.D))), 4, 3, programs=2)
-
-
-def ahead_stream(at: BlockLayout) -> Columns:
-    """Choose the launch of both parts of `read_ahead` where sources are streamed."""
+def ahead_columns(at: BlockLayout) -> Columns:
+    """Choose the launch of the second part, and of both parts of a streamed `read_ahead`."""
     return Columns(max(16, min(256, power_of_two(at.D))), 4, 3, programs=2)
 
 
@@ -106,15 +99,15 @@ def column_grid(launch: Columns, at: BlockLayout, device: torch.device) -> tuple
     return columns, max(1, num_programs(at.T, launch.programs, device) // columns)
 
 
-def site_forward(width: int) -> Launch:
+def site_forward(width: int) -> Rows:
     """Choose the launch of a site."""
-    return Launch(_warps(width, 1024))
+    return Rows(_warps(width, 1024))
 
 
-def site_backward(width: int) -> Launch:
+def site_backward(width: int) -> Rows:
     """Choose the launch of its backward pass."""
     num_warps = _warps(width, 512)
-    return Launch(num_warps, max(1, 16 // num_warps), 128)  # all registers of a processor
+    return Rows(num_warps, max(1, 16 // num_warps), 128)  # all registers of a processor
 
 
 def _warps(numbers: int, of_a_warp: int) -> int:

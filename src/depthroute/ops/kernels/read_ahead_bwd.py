@@ -55,7 +55,7 @@ def read_ahead_bwd(
     grads = ReadAheadGradients.empty(given, slots)
     if not at.T:
         return grads._replace(query=torch.zeros_like(grads.query))
-    dot, update = block_layout.ahead_dots(at), block_layout.ahead_update(at)
+    dot, update = block_layout.ahead_dots(at), block_layout.ahead_columns(at)
     columns, programs = block_layout.column_grid(update, at, rstds.device)
     values, query = contiguous_rows(given.values), given.query.contiguous()
     upstream = contiguous_rows(grad_outs)

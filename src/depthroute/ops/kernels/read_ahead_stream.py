@@ -22,7 +22,7 @@ from depthroute.ops.kernels.split import split
 def read_ahead_stream(given: BlockRead, at: BlockLayout, result: ReadAhead) -> None:
     """Launch the forward pass; `result.logits` and `rstds` are there already for separate keys."""
     values, has_first = _closed(given, result.closed), given.norm_eps is not None
-    launch = block_layout.ahead_stream(at)
+    launch = block_layout.ahead_columns(at)
     columns, programs = block_layout.column_grid(launch, at, values[0].device)
     # blocks of columns that hold a part of the keys
     skipped = 0 if at.norm == "full" else (at.D - at.R) // launch.columns

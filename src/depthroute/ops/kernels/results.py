@@ -1,7 +1,7 @@
 """What the launchers return, and its memory: also the shapes that a compiler is told."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -110,3 +110,8 @@ class MergeGradients(NamedTuple):
             None if key is None else key.new_empty(key.shape),
             None if bias is None else bias.new_empty(bias.shape),
         )
+
+
+def without_none(results: Sequence[Tensor | None], like: Tensor) -> tuple[Any, ...]:
+    """Return empty tensors in place of None, which an operation may not return."""
+    return tuple(like.new_empty(0) if x is None else x for x in results)
