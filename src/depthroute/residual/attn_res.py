@@ -102,7 +102,8 @@ class AttnRes(ResidualScheme):
     gives one input whatever the roles; the last one feeds the final norm.
 
     Reads run in two phases: when a block's first query comes, one pass over the closed sources
-    serves all queries of the block; each read then only merges the partial sum.
+    serves all queries of the block, in kernels those of some short blocks; each read then only
+    merges what came since.
 
     Raises:
         ValueError: Blocks, rank or heads do not fit the model.

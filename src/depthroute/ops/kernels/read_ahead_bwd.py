@@ -1,5 +1,7 @@
 """Backward pass of `read_ahead`: each source is read twice, its gradient read and written once.
 
+That is for up to eight queries; more are taken in groups.
+
 First the inner products of all gradients with all sources of a token, by tensor cores; with them
 the gradients of the logits. Then every column by itself: no sum crosses columns any more, so what
 all tokens share, the queries and their gradient, stays in registers.
