@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from depthroute.ops import depth_attend, depth_merge, depth_weights
-from depthroute.ops.reference import depth_attend_reference
+from depthroute.ops.reference import depth_attend_reference, depth_merge_reference
 
 
 def zeros(*shape: int, **options: Any) -> Tensor:
@@ -66,6 +66,18 @@ def test_a_bad_argument_of_a_read_is_named(op: Any, change: dict[str, Any], mess
 def test_an_integer_output_is_refused(op: Any) -> None:
     with pytest.raises(ValueError, match=r"out_dtype must be a floating dtype, got torch\.int32"):
         op(**READ, out_dtype=torch.int32)
+
+
+@pytest.mark.parametrize("eps", [0.0, -1.0, float("nan")])
+def test_the_eps_of_a_norm_of_the_output_is_named(eps: float) -> None:
+    for op, given in (
+        (depth_attend, READ),
+        (depth_attend_reference, READ),
+        (depth_merge, MERGE),
+        (depth_merge_reference, MERGE),
+    ):
+        with pytest.raises(ValueError, match=f"out_norm_eps must be > 0 .*got {eps}"):
+            op(**given, out_norm_eps=eps)
 
 
 MERGE = {"out": zeros(3, 2, 4, 6), "lse": zeros(3, 2, 4, 1), "value": V, "query": Q}

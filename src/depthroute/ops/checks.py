@@ -18,6 +18,7 @@ class Read(NamedTuple):
     bias: Tensor | None  # [Q or 1, S, *(b or ones)], accumulation dtype
     null: Tensor | None  # [Q, H], accumulation dtype
     rule: ScoreRule
+    out_norm_eps: float | None = None  # of the norm of the output, if there is one
 
 
 def sources(name: str, given: Sequence[Tensor] | Tensor) -> tuple[Tensor, ...]:
@@ -78,9 +79,14 @@ def rule(
             'key_norm="full" normalises the values before keys are cut from them; '
             'with separate keys use "tail" or "none"'
         )
-    if not eps > 0:
-        raise ValueError(f"eps must be > 0 (0 gives NaN on a zero source), got {eps}")
+    check_eps("eps", eps)
     return ScoreRule(heads, key_norm, eps, scale)
+
+
+def check_eps(name: str, eps: float) -> None:
+    """Check what a norm adds to the mean square."""
+    if not eps > 0:
+        raise ValueError(f"{name} must be > 0 (0 gives NaN on zeros), got {eps}")
 
 
 def keys_of(keys: Sequence[Tensor] | Tensor, values: tuple[Tensor, ...], rank: int) -> tuple:
@@ -171,6 +177,7 @@ def read(
     scale: float,
     bias: Tensor | None,
     null: Tensor | float | None,
+    out_norm_eps: float | None = None,
 ) -> Read:
     """Validate the arguments of `depth_attend` and return them in canonical form."""
     items = sources("values", values)
@@ -185,6 +192,8 @@ def read(
         scale=scale,
         separate=keys is not None,
     )
+    if out_norm_eps is not None:
+        check_eps("out_norm_eps", out_norm_eps)
     return Read(
         items,
         None if keys is None else keys_of(keys, items, rank),
@@ -192,6 +201,7 @@ def read(
         None if bias is None else bias_of(bias, len(rows), len(items), items[0]),
         None if null is None else null_of(null, len(rows), heads, items[0]),
         checked,
+        out_norm_eps,
     )
 
 
@@ -200,7 +210,7 @@ class Merge(NamedTuple):
 
     out: Tensor  # [Q, *b, D]
     lse: Tensor  # [Q, *b, H]
-    read: Read  # of the one new source
+    read: Read  # of the one new source; the norm is that of the merged output
 
 
 def merge(
@@ -214,6 +224,7 @@ def merge(
     eps: float,
     scale: float,
     bias: Tensor | float | None,
+    out_norm_eps: float | None,
 ) -> Merge:
     """Validate the arguments of `depth_merge` and return them in canonical form."""
     dtype = accumulation_dtype(value.dtype)
@@ -229,6 +240,7 @@ def merge(
         scale=scale,
         bias=None,
         null=None,
+        out_norm_eps=out_norm_eps,
     )
     lead, batch = query.shape[:-1], value.shape[:-1]
     if out.shape != (*lead, *value.shape):
