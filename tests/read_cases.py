@@ -25,6 +25,7 @@ class Case(NamedTuple):
     bias: str = ""  # "s" [S], "sb" [S, *b], "qsb" [Q, S, *b]
     null: str = ""  # "h" [H], "qh" [Q, H], "q1" [Q, 1]
     scale: float = 1.0
+    out_norm_eps: float | None = None
 
 
 CASES = {
@@ -53,17 +54,40 @@ CASES = {
     "bias_per_query": Case(bias="qsb", queries=2, heads=2),
     "null_per_head": Case(null="h", heads=3),
     "null_per_query": Case(null="q1", queries=3, heads=2),
+    "out_norm": Case(out_norm_eps=0.1),
+    "out_norm_width_37": Case(width=37, rank=5, queries=3, out_norm_eps=0.1),
+    "out_norm_heads": Case(heads=3, rank=6, out_norm_eps=0.1),
     "everything": Case(
-        sources=7, queries=3, rank=6, heads=2, separate=True, bias="qsb", null="qh", scale=0.7
+        sources=7,
+        queries=3,
+        rank=6,
+        heads=2,
+        separate=True,
+        bias="qsb",
+        null="qh",
+        scale=0.7,
+        out_norm_eps=0.1,
     ),
 }
 # more sources than a kernel keeps in registers, and the most that one takes
 LARGE_CASES = {
     "seventeen_sources": Case(sources=17),
+    "seventeen_sources_out_norm": Case(sources=17, heads=2, out_norm_eps=0.1),
     "seventeen_sources_everything": Case(
-        sources=17, batch=(3,), queries=3, rank=8, heads=4, bias="sb", null="h", key_norm="full"
+        sources=17,
+        batch=(3,),
+        queries=3,
+        rank=8,
+        heads=4,
+        bias="sb",
+        null="h",
+        key_norm="full",
+        out_norm_eps=0.1,
     ),
     "most_sources": Case(sources=129, batch=(2,), rank=4),
+    "queries_in_groups": Case(  # more of them than a program holds
+        sources=2, batch=(2,), width=8192, rank=64, queries=4, heads=2, scale=0.1, out_norm_eps=0.1
+    ),
     "most_queries": Case(sources=5, batch=(3,), queries=16, rank=6, heads=2),
 }
 CASES |= {f"width_7_rank_{r}": Case(width=7, rank=r, sources=2) for r in range(1, 8)}
@@ -87,7 +111,17 @@ def make(case: Case, dtype: torch.dtype = torch.float64, device: str = "cpu") ->
 
 
 def options(case: Case) -> dict[str, Any]:
+    return {**weight_options(case), "out_norm_eps": case.out_norm_eps}
+
+
+def weight_options(case: Case) -> dict[str, Any]:
+    """Return the options without those of the output."""
     return {"heads": case.heads, "key_norm": case.key_norm, "scale": case.scale, "eps": 1e-3}
+
+
+def normed_by_hand(out: Tensor, eps: float | None) -> Tensor:
+    """Norm an output over its columns, if it is to be normed."""
+    return out if eps is None else out / (out.pow(2).mean(-1, keepdim=True) + eps).sqrt()
 
 
 def make_merge(
@@ -113,9 +147,11 @@ def make_merge(
 def assert_equals_oracle(
     op: Any, oracle: Any, leaves: dict[str, Tensor], rule: dict[str, Any], rtol: float = 0.0
 ) -> None:
-    """Compare out, lse and every gradient of an op with its oracle in float64."""
+    """Compare out, lse and every gradient of an op with its oracle in float64, normed by hand."""
     wide = {name: x.detach().double().requires_grad_() for name, x in leaves.items()}
-    actual, expected = op(**leaves, **rule), oracle(**wide, **rule)
+    actual = op(**leaves, **rule)
+    out, lse = oracle(**wide, **{k: v for k, v in rule.items() if k != "out_norm_eps"})
+    expected = normed_by_hand(out, rule.get("out_norm_eps")), lse
     upstream = [torch.randn(x.shape, device=x.device).to(x.dtype) for x in actual]
     got = gradients(actual, list(leaves.values()), upstream)
     want = gradients(expected, list(wide.values()), [x.double() for x in upstream])

@@ -36,7 +36,7 @@ HALF = [torch.bfloat16, torch.float16]
 # sizes of models, where the launch table differs
 MODEL_CASES = {
     "block": Case(sources=5, batch=(2, 512), width=1024, rank=1024),
-    "block_end": Case(sources=9, batch=(2, 512), width=1024, rank=256),
+    "block_end": Case(sources=9, batch=(2, 512), width=1024, rank=256, out_norm_eps=1e-6),
     "full": Case(sources=49, batch=(2, 256), width=1024, rank=1024),
     "ahead": Case(sources=8, batch=(2, 512), width=1024, rank=1024, queries=6),
     "ahead_low_rank": Case(sources=8, batch=(2, 512), width=1024, rank=128, queries=6),
@@ -44,7 +44,7 @@ MODEL_CASES = {
     "projected": Case(sources=6, batch=(2, 512), width=1024, rank=32, separate=True),
     "odd": Case(sources=6, batch=(2, 511), width=1000, rank=1000),
     "wide": Case(sources=9, batch=(2, 256), width=4096, rank=4096),
-    "widest": Case(sources=5, batch=(1, 128), width=8192, rank=512, queries=2),
+    "widest": Case(sources=5, batch=(1, 128), width=8192, rank=512, queries=2, out_norm_eps=1e-6),
 }
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from depthroute.ops import depth_attend, depth_merge, depth_weights
-from depthroute.ops.reference import depth_attend_reference
+from depthroute.ops import depth_attend, depth_merge, depth_weights, rms_norm
+from depthroute.ops.reference import depth_attend_reference, depth_merge_reference
 
 
 def zeros(*shape: int, **options: Any) -> Tensor:
@@ -31,6 +31,16 @@ BAD_READS: dict[str, tuple[dict[str, Any], str]] = {
     "fewer_axes": ({"values": [V, zeros(4, 6)]}, r"values\[1\] must have the shape"),
     "other_dtype": ({"values": [V, V.half()]}, r"values\[1\] must have the dtype.*float16"),
     "other_device": ({"values": [V, V.to("meta")]}, r"values\[1\] must have the .*device.*meta"),
+    "values_none": ({"values": None}, "values must be a sequence .*got NoneType"),
+    "query_none": ({"query": None}, "query must be a tensor, got NoneType"),
+    "query_list": ({"query": [1.0]}, "query must be a tensor, got list"),
+    "bias_list": ({"bias": [0.0, 0.0]}, "bias must be a tensor, got list"),
+    "bias_integer": ({"bias": zeros(2).int()}, "bias must be a floating tensor, got .*int32"),
+    "null_list": ({"null": [0.0]}, r"null must be a number, got \[0.0\]"),
+    "null_device": ({"null": zeros(device="meta")}, "null is on meta"),
+    "heads_float": ({"heads": 2.0}, "heads must divide .*got 2.0"),
+    "scale_text": ({"scale": "a"}, "scale must be a number, got 'a'"),
+    "eps_text": ({"eps": "a"}, "eps must be a number, got 'a'"),
     "query_axes": ({"query": zeros(1, 3, 6)}, r"query must be .*\(1, 3, 6\)"),
     "query_integer": ({"query": Q.long()}, "query must be a floating tensor.*int64"),
     "query_empty": ({"query": zeros(0, 6)}, r"query must be .*\(0, 6\)"),
@@ -63,9 +73,35 @@ def test_a_bad_argument_of_a_read_is_named(op: Any, change: dict[str, Any], mess
 
 
 @pytest.mark.parametrize("op", [depth_attend, depth_attend_reference])
-def test_an_integer_output_is_refused(op: Any) -> None:
-    with pytest.raises(ValueError, match=r"out_dtype must be a floating dtype, got torch\.int32"):
-        op(**READ, out_dtype=torch.int32)
+@pytest.mark.parametrize("dtype", [torch.int32, "float32"])
+def test_an_output_of_no_floating_dtype_is_refused(op: Any, dtype: Any) -> None:
+    with pytest.raises(ValueError, match=f"out_dtype must be a floating dtype, got {dtype}"):
+        op(**READ, out_dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("x", "eps", "message"),
+    [
+        (V.int(), 1e-6, "x must be a floating tensor, got torch.int32"),
+        ([1.0], 1e-6, "x must be a floating tensor, got <class 'list'>"),
+        (V, 0.0, "eps must be > 0"),
+    ],
+)
+def test_a_bad_argument_of_a_norm_is_named(x: Any, eps: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        rms_norm(x, eps=eps)
+
+
+@pytest.mark.parametrize("eps", [0.0, -1.0, float("nan")])
+def test_the_eps_of_a_norm_of_the_output_is_named(eps: float) -> None:
+    for op, given in (
+        (depth_attend, READ),
+        (depth_attend_reference, READ),
+        (depth_merge, MERGE),
+        (depth_merge_reference, MERGE),
+    ):
+        with pytest.raises(ValueError, match=f"out_norm_eps must be > 0 .*got {eps}"):
+            op(**given, out_norm_eps=eps)
 
 
 MERGE = {"out": zeros(3, 2, 4, 6), "lse": zeros(3, 2, 4, 1), "value": V, "query": Q}
@@ -80,7 +116,15 @@ BAD_MERGES: dict[str, tuple[dict[str, Any], str]] = {
     "key": ({"key": zeros(2, 5, 6)}, "keys must have the batch axes"),
     "bias": ({"bias": zeros(4)}, r"bias must be a number, \(2, 4\) or \(3, 2, 4\), .*\(4,\)"),
     "eps": ({"eps": -1.0}, "eps must be > 0"),
-    "lse_number": ({"lse": zeros()}, "lse must be .*got a number"),
+    "lse_number": ({"lse": zeros()}, "lse must be .*as many axes as out, 4, got 0"),
+    "lse_lacks_heads": ({"lse": zeros(3, 2, 4)}, "lse must be .*as many axes as out, 4, got 3"),
+    "lse_list": ({"lse": [0.0]}, "lse must be a tensor, got list"),
+    "lse_device": ({"lse": zeros(3, 2, 4, 1, device="meta")}, "lse is on meta, value on cpu"),
+    "out_integer": ({"out": zeros(3, 2, 4, 6).int()}, "out must be a floating .*int32"),
+    "out_device": ({"out": zeros(3, 2, 4, 6, device="meta")}, "out is on meta, value on cpu"),
+    "value_none": ({"value": None}, "value must be a tensor, got NoneType"),
+    "bias_device": ({"bias": zeros(device="meta")}, "bias is on meta"),
+    "bias_text": ({"bias": "a"}, "bias must be a number, got 'a'"),
 }
 
 

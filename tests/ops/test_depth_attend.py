@@ -14,7 +14,16 @@ from torch import Tensor
 from depthroute.ops import depth_attend, depth_weights
 from depthroute.ops.reference import depth_attend_reference
 from helpers import assert_all_close, assert_close, gradients, ignore_dynamo_warnings, literal_read
-from read_cases import CASES, CONSUMERS, VIEWS, Case, make, options
+from read_cases import (
+    CASES,
+    CONSUMERS,
+    VIEWS,
+    Case,
+    make,
+    normed_by_hand,
+    options,
+    weight_options,
+)
 
 
 def by_literal_loop(case: Case, leaves: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -26,7 +35,8 @@ def by_literal_loop(case: Case, leaves: dict[str, Tensor]) -> tuple[Tensor, Tens
         wide["bias"] = wide["bias"].expand(shape)
     if case.null:
         wide["null"] = leaves["null"].expand(case.queries, case.heads)
-    return literal_read(**wide, **options(case))
+    out, lse, weights = literal_read(**wide, **weight_options(case))
+    return normed_by_hand(out, case.out_norm_eps), lse, weights
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -34,7 +44,7 @@ def by_literal_loop(case: Case, leaves: dict[str, Tensor]) -> tuple[Tensor, Tens
 def test_outputs_and_all_gradients_equal_the_literal_loop(op: Any, case: Case) -> None:
     leaves = make(case)
     expected = by_literal_loop(case, leaves)
-    actual = (*op(**leaves, **options(case)), depth_weights(**leaves, **options(case)))
+    actual = (*op(**leaves, **options(case)), depth_weights(**leaves, **weight_options(case)))
     assert_all_close(actual, expected, ["out", "lse", "weights"])
     upstream = [torch.randn_like(t) for t in expected[:2]]
     inputs = list(leaves.values())
@@ -119,12 +129,15 @@ def test_strided_sources_read_as_packed_ones_and_pass_gradients_to_their_base(vi
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("out_norm_eps", [None, 0.1])
 @pytest.mark.parametrize("consume", CONSUMERS.values(), ids=CONSUMERS)
-def test_upstream_gradients_of_any_strides(consume: Any, dtype: torch.dtype) -> None:
+def test_upstream_gradients_of_any_strides(
+    consume: Any, out_norm_eps: float | None, dtype: torch.dtype
+) -> None:
     leaves = list(make(Case(width=12, rank=6, queries=2, heads=2), dtype).values())
     results = []
     for op in (depth_attend, depth_attend_reference):
-        out, lse = op(*leaves, heads=2)
+        out, lse = op(*leaves, heads=2, out_norm_eps=out_norm_eps)
         results.append(torch.autograd.grad(consume(out) + consume(lse), leaves))
     assert_all_close(*results, ["values", "query"])
 
@@ -230,6 +243,15 @@ def test_out_dtype_keeps_the_accumulated_result() -> None:
     out, _ = depth_attend(values, query, out_dtype=torch.float32)
     assert out.dtype == torch.float32
     assert_close(out, literal_read(values, query)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("op", [depth_attend, depth_attend_reference])
+def test_the_norm_of_the_output_comes_before_its_rounding(op: Any, dtype: torch.dtype) -> None:
+    values, query = torch.randn(33, 24, 64).to(dtype), 0.3 * torch.randn(1, 64)
+    out, _ = op(values, query, out_norm_eps=1e-6)
+    exact = normed_by_hand(literal_read(values, query)[0], 1e-6)
+    assert (out == exact.to(dtype)).float().mean() > 0.99  # 0.75 if it comes after
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

@@ -1,5 +1,6 @@
 """`depth_merge` is the second half of `depth_attend`: any split of the sources gives the same."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor
 from depthroute.ops import depth_attend, depth_merge
 from depthroute.ops.reference import depth_merge_reference
 from helpers import assert_all_close, assert_close, gradients, ignore_dynamo_warnings, literal_read
+from read_cases import normed_by_hand
 
 SHAPE = (5, 2, 4, 12)  # S, B, T, D
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -52,11 +54,13 @@ class Sources:
         values = self.values[start:stop]
         return depth_attend(values, self.query, keys=keys, bias=bias, **self.rule, **options)
 
-    def merge(self, read: tuple[Tensor, Tensor], i: int, op: Any = depth_merge) -> Any:
+    def merge(
+        self, read: tuple[Tensor, Tensor], i: int, op: Any = depth_merge, **options: Any
+    ) -> Any:
         rule = {name: value for name, value in self.rule.items() if name != "heads"}
         key = None if self.keys is None else self.keys[i]
         bias = None if self.bias is None else self.bias[:, i]
-        return op(*read, self.values[i], self.query, key=key, bias=bias, **rule)
+        return op(*read, self.values[i], self.query, key=key, bias=bias, **rule, **options)
 
     def literal(self, null: Tensor | None = None) -> tuple[Tensor, Tensor]:
         keys = None if self.keys is None else torch.stack(self.keys)
@@ -76,6 +80,20 @@ def test_any_split_of_the_sources_equals_one_read(options: dict[str, Any], split
     assert_all_close(read, expected, ["out", "lse"])
     upstream = [torch.randn_like(t) for t in expected]
     got, want = (gradients(outputs, sources.leaves, upstream) for outputs in (read, expected))
+    assert_all_close(got, want, [f"leaf {i}" for i in range(len(got))])
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("op", [depth_merge, depth_merge_reference])
+def test_the_last_merge_may_norm_its_output(op: Any, options: dict[str, Any]) -> None:
+    sources = Sources(**options)
+    read = sources.merge(sources.attend(0, 3), 3)
+    merged = sources.merge(read, 4, op, out_norm_eps=0.1)
+    out, lse = sources.literal()
+    expected = normed_by_hand(out, 0.1), lse
+    assert_all_close(merged, expected, ["out", "lse"])
+    upstream = [torch.randn_like(t) for t in expected]
+    got, want = (gradients(outputs, sources.leaves, upstream) for outputs in (merged, expected))
     assert_all_close(got, want, [f"leaf {i}" for i in range(len(got))])
 
 
@@ -215,14 +233,16 @@ def test_second_derivatives_raise_instead_of_being_wrong() -> None:
 
 
 @ignore_dynamo_warnings
+@pytest.mark.parametrize("out_norm_eps", [None, 0.1])
 @pytest.mark.parametrize("name", ["plain", "everything"])
-def test_compiled_merge_equals_eager(name: str) -> None:
+def test_compiled_merge_equals_eager(name: str, out_norm_eps: float | None) -> None:
     torch.compiler.reset()
     sources = Sources(**OPTIONS[name], dtype=torch.float32)
     read = [t.detach().requires_grad_() for t in sources.attend(0, 2)]
     leaves = [*read, *sources.leaves]
-    eager = sources.merge(tuple(read), 3)
-    compiled = torch.compile(sources.merge, backend="aot_eager", fullgraph=True)(tuple(read), 3)
+    merge = partial(sources.merge, tuple(read), 3, out_norm_eps=out_norm_eps)
+    eager = merge()
+    compiled = torch.compile(merge, backend="aot_eager", fullgraph=True)()
     assert_all_close(compiled, eager, ["out", "lse"])
     upstream = [torch.randn_like(t) for t in eager]
     want, got = gradients(eager, leaves, upstream), gradients(compiled, leaves, upstream)

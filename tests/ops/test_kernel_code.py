@@ -34,6 +34,7 @@ class Shape(NamedTuple):
     norm: Any = "tail"
     separate: bool = False
     extras: bool = False  # bias, null logit and the gradient of lse
+    out_norm_eps: float | None = None
 
 
 SHAPES = {
@@ -63,6 +64,8 @@ BRANCHES = {
     "full_norm_heads": Shape(17, 64, 16, queries=2, heads=4, norm="full", extras=True),
     "separate_many": Shape(17, 37, 5, separate=True, dtype=torch.float16),
     "groups": Shape(3, 8192, 8192, queries=4),
+    "groups_out_norm": Shape(3, 8192, 8192, queries=4, out_norm_eps=1e-6),
+    "out_norm_heads": Shape(3, 48, 24, queries=3, heads=3, extras=True, out_norm_eps=1e-6),
 }
 
 
@@ -83,20 +86,22 @@ def launch_all(shape: Shape) -> None:
     null = empty(shape.queries, shape.heads) if shape.extras else None
 
     given = (values, keys, query, bias, null)
-    read = depth_attend_fwd(*given, rule, shape.out_dtype)
+    read = depth_attend_fwd(*given, rule, shape.out_dtype, shape.out_norm_eps)
     grad_lse = read.lse if shape.extras else None
-    depth_attend_bwd(read.out, grad_lse, *given, *read[2:], read.lse, rule)
+    of_norm = (read.out_rstds, read.normed)
+    depth_attend_bwd(read.out, grad_lse, *given, *read[2:4], read.lse, rule, *of_norm)
     key, bias = None if keys is None else keys[0], None if bias is None else bias[:, :1]
     one = (read.out[:1], read.lse[:1], values[0], query[:1], key, bias)
-    merged = depth_merge_fwd(*one, rule)
+    merged = depth_merge_fwd(*one, rule, shape.out_norm_eps)
     grad_lse = merged.lse if shape.extras else None
-    depth_merge_bwd(merged.out, grad_lse, *one, *merged[2:], rule)
+    depth_merge_bwd(merged.out, grad_lse, *one, *merged[2:], merged.normed, rule)
 
 
+@pytest.mark.parametrize("out_norm_eps", [None, 1e-6])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_no_register_spills(shape: Shape, tmp_path: Path) -> None:
+def test_no_register_spills(shape: Shape, out_norm_eps: float | None, tmp_path: Path) -> None:
     with recorded_launches(90, tmp_path) as kernels:
-        launch_all(shape)
+        launch_all(shape._replace(out_norm_eps=out_norm_eps))
     assert len({kernel.name for kernel in kernels} - HELPERS) == 4
     assert not [kernel for kernel in kernels if kernel.stack_bytes]
 

@@ -143,12 +143,13 @@ def test_offsets_beyond_two_to_the_31(num_sources: int) -> None:
     assert_close(depth_attend(values, query)[0], literal_read(torch.stack(values), query)[0])
 
 
+@pytest.mark.parametrize("out_norm_eps", [None, 0.1])
 @pytest.mark.parametrize("consume", CONSUMERS.values(), ids=CONSUMERS)
-def test_upstream_gradients_of_any_strides(consume: Any) -> None:
+def test_upstream_gradients_of_any_strides(consume: Any, out_norm_eps: float | None) -> None:
     leaves = list(make(Case(width=12, rank=6, queries=2, heads=2), torch.float32).values())
     results = []
     for op in (depth_attend, depth_attend_reference):
-        out, lse = op(*leaves, heads=2)
+        out, lse = op(*leaves, heads=2, out_norm_eps=out_norm_eps)
         results.append(torch.autograd.grad(consume(out) + consume(lse), leaves))
     assert_all_close(*results, ["values", "query"])
 
@@ -184,7 +185,8 @@ def test_empty_batch(batch: tuple[int, ...]) -> None:
     case = MIXED._replace(batch=batch)
     leaves = make(case, torch.float32)
     out, lse = depth_attend(**leaves, **options(case))
-    merged, _ = depth_merge(out, lse, leaves["values"][0], leaves["query"], key=leaves["keys"][0])
+    value, key = leaves["values"][0], leaves["keys"][0]
+    merged, _ = depth_merge(out, lse, value, leaves["query"], key=key, out_norm_eps=0.1)
     assert (out.shape, lse.shape) == ((3, *batch, 12), (3, *batch, 2))
     merged.sum().backward()
     for name, leaf in leaves.items():
@@ -230,16 +232,21 @@ def test_large_scores(size: float, num_sources: int) -> None:
         assert grad.isfinite().all()
 
 
-def test_a_read_saves_its_sources_and_numbers_only() -> None:
+@pytest.mark.parametrize("out_norm_eps", [None, 1e-6])
+def test_a_read_saves_its_sources_and_numbers_only(out_norm_eps: float | None) -> None:
     values = [torch.randn(3, 4, 64, requires_grad=True) for _ in range(5)]
     query = torch.randn(2, 64, requires_grad=True)
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        depth_attend(values, query)
+        out, _ = depth_attend(values, query, out_norm_eps=out_norm_eps)
     known = {x.data_ptr() for x in (*values, query)}
     assert known <= {x.data_ptr() for x in kept}
     own = sum(x.numel() for x in kept if x.data_ptr() not in known)
-    assert own == 12 * (5 * 2 + 5 + 2)  # per token: scores, norms, log-sum-exps
+    numbers = 5 * 2 + 5 + 2  # per token: scores, norms, log-sum-exps
+    if out_norm_eps is not None:
+        numbers += 2 + 2 * 64  # norms of the outputs, and the outputs as returned
+        assert out.data_ptr() in {x.data_ptr() for x in kept}
+    assert own == 12 * numbers
 
 
 def test_second_derivatives_raise_instead_of_being_wrong() -> None:
@@ -285,20 +292,23 @@ def test_compiled_reads_are_one_operation_and_follow_changing_sizes() -> None:
 def test_operations_are_registered_as_torch_expects(name: str) -> None:
     case = CASES[name]._replace(sources=2, batch=(2,))
     rule = (case.heads, case.key_norm, 1e-3, case.scale)
+    norm = case.out_norm_eps
     given = make(case, torch.float32)
     split = {key: list(given[key].detach().unbind(0)) for key in ("values", "keys") if key in given}
     leaves = {key: [x.requires_grad_() for x in items] for key, items in split.items()}
     bias, null = given.get("bias"), given.get("null")
     read = (leaves["values"], leaves.get("keys", []), given["query"], bias, null)
-    torch.library.opcheck(attend_op, (*read, torch.float32, *rule))
-    out, lse, *numbers = attend_op(*read, torch.float32, *rule)
-    check_gradient(attend_backward_op, (out, lse, *read, *numbers, lse), rule)
+    torch.library.opcheck(attend_op, (*read, torch.float32, norm, *rule))
+    out, lse, dots, rstds, out_rstds = attend_op(*read, torch.float32, norm, *rule)
+    of_norm = (None, None) if norm is None else (out_rstds, out)
+    check_gradient(attend_backward_op, (out, lse, *read, dots, rstds, lse, *of_norm), rule)
     one = make_merge(case, torch.float32)
     tensors = [one.get(key) for key in ("out", "lse", "value", "query", "key")]
     bias = one["bias"].detach().unsqueeze(1).requires_grad_() if "bias" in one else None
-    torch.library.opcheck(merge_op, (*tensors, bias, *rule))
-    out, lse, *numbers = merge_op(*tensors, bias, *rule)
-    check_gradient(merge_backward_op, (out, lse, *tensors, bias, *numbers), rule)
+    torch.library.opcheck(merge_op, (*tensors, bias, norm, *rule))
+    out, lse, *numbers, out_rstds = merge_op(*tensors, bias, norm, *rule)
+    of_norm = (None, None) if norm is None else (out_rstds, out)
+    check_gradient(merge_backward_op, (out, lse, *tensors, bias, *numbers, *of_norm), rule)
 
 
 def check_gradient(operation: Any, given: tuple[Any, ...], rule: tuple[Any, ...]) -> None:

@@ -44,16 +44,24 @@ def sources(num: int, width: int = D) -> list[Tensor]:
 
 @pytest.mark.parametrize("key_norm", ["tail", "full", "none"])
 @pytest.mark.parametrize("queries", [1, 3])
-def test_a_read_saves_its_sources_and_one_number_per_logit(key_norm: Any, queries: int) -> None:
+@pytest.mark.parametrize("out_norm_eps", [None, 1e-6])
+def test_a_read_saves_its_sources_and_one_number_per_logit(
+    key_norm: Any, queries: int, out_norm_eps: float | None
+) -> None:
     num, heads = 7, 2
     values, query = sources(num), torch.randn(queries, 32, requires_grad=True)
     saved = Saved()
     with saved.hooks():
-        out, lse = depth_attend(values, query, heads=heads, key_norm=key_norm)
+        out, lse = depth_attend(
+            values, query, heads=heads, key_norm=key_norm, out_norm_eps=out_norm_eps
+        )
     known = [*values, query]
     addresses = {tensor.untyped_storage().data_ptr() for tensor in known}
     assert addresses <= set(saved.kept)  # the sources themselves, not copies of them
     logits, norms, sums = queries * num * heads, num, queries * heads
+    if out_norm_eps is not None:  # the output as returned, and one number for each
+        known.append(out)
+        norms += queries
     own = saved.sizes_beyond(known)
     assert sum(own) <= FLOAT32 * B * T * (logits + norms + sums)
     assert max(own) < FLOAT32 * B * T * D
@@ -61,13 +69,16 @@ def test_a_read_saves_its_sources_and_one_number_per_logit(key_norm: Any, querie
     assert lse.requires_grad
 
 
-def test_a_merge_saves_nothing_of_its_own_but_four_numbers_per_token() -> None:
+@pytest.mark.parametrize("out_norm_eps", [None, 1e-6])
+def test_a_merge_saves_nothing_of_its_own_but_numbers(out_norm_eps: float | None) -> None:
     value, query = sources(1)[0], torch.randn(1, D, requires_grad=True)
     read = depth_attend(sources(3), query)
     saved = Saved()
     with saved.hooks():
-        depth_merge(*read, value, query)
-    assert sum(saved.sizes_beyond([*read, value, query])) <= 4 * FLOAT32 * B * T
+        out, _ = depth_merge(*read, value, query, out_norm_eps=out_norm_eps)
+    known = [*read, value, query, *([] if out_norm_eps is None else [out])]
+    numbers = 4 if out_norm_eps is None else 5  # per token
+    assert sum(saved.sizes_beyond(known)) <= numbers * FLOAT32 * B * T
 
 
 def bytes_of_all_reads(config: AttnResConfig, layers: int) -> int:

@@ -18,10 +18,32 @@ class Read(NamedTuple):
     bias: Tensor | None  # [Q or 1, S, *(b or ones)], accumulation dtype
     null: Tensor | None  # [Q, H], accumulation dtype
     rule: ScoreRule
+    out_norm_eps: float | None = None  # of the norm of the output, if there is one
+
+
+def floating(name: str, x: object) -> Tensor:
+    """Check that an argument is a tensor of a floating dtype."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
+    if not x.is_floating_point():
+        raise ValueError(f"{name} must be a floating tensor, got {x.dtype}")
+    return x
+
+
+def number(name: str, x: object) -> float:
+    """Check that an argument is a real number."""
+    if isinstance(x, bool) or not isinstance(x, int | float):
+        raise ValueError(f"{name} must be a number, got {x!r}")
+    return float(x)
 
 
 def sources(name: str, given: Sequence[Tensor] | Tensor) -> tuple[Tensor, ...]:
     """Return the sources as a tuple; a stacked tensor is split along its first axis."""
+    if not isinstance(given, Tensor | Sequence):
+        raise ValueError(
+            f"{name} must be a sequence of tensors or one stacked [S, ..., width], "
+            f"got {type(given).__name__}"
+        )
     if isinstance(given, Tensor) and given.ndim < 2:
         raise ValueError(
             f"{name} must be a sequence of tensors or one stacked [S, ..., width], "
@@ -67,7 +89,7 @@ def rule(
         raise ValueError(
             f"query must have 1 to {width} columns, the width of the values, got rank {rank}"
         )
-    if heads < 1 or width % heads or rank % heads:
+    if not isinstance(heads, int) or heads < 1 or width % heads or rank % heads:
         raise ValueError(
             f"heads must divide the value width {width} and the key width {rank}, got {heads}"
         )
@@ -78,9 +100,15 @@ def rule(
             'key_norm="full" normalises the values before keys are cut from them; '
             'with separate keys use "tail" or "none"'
         )
-    if not eps > 0:
-        raise ValueError(f"eps must be > 0 (0 gives NaN on a zero source), got {eps}")
+    check_eps("eps", eps)
+    number("scale", scale)
     return ScoreRule(heads, key_norm, eps, scale)
+
+
+def check_eps(name: str, eps: float) -> None:
+    """Check what a norm adds to the mean square."""
+    if not number(name, eps) > 0:
+        raise ValueError(f"{name} must be > 0 (0 gives NaN on zeros), got {eps}")
 
 
 def keys_of(keys: Sequence[Tensor] | Tensor, values: tuple[Tensor, ...], rank: int) -> tuple:
@@ -101,6 +129,8 @@ def keys_of(keys: Sequence[Tensor] | Tensor, values: tuple[Tensor, ...], rank: i
 
 def queries(query: Tensor, like: Tensor) -> Tensor:
     """Check the query and return it as `[Q, R]`."""
+    if not isinstance(query, Tensor):
+        raise ValueError(f"query must be a tensor, got {type(query).__name__}")
     if query.ndim not in (1, 2) or not query.is_floating_point() or not query.numel():
         raise ValueError(
             f"query must be a floating tensor [R] or [Q, R] with Q, R >= 1, "
@@ -113,7 +143,8 @@ def queries(query: Tensor, like: Tensor) -> Tensor:
 
 def out_dtype_of(out_dtype: torch.dtype | None, like: Tensor) -> torch.dtype:
     """Return the dtype of a read's output: the one asked for, or that of the values."""
-    if out_dtype is not None and not out_dtype.is_floating_point:
+    is_dtype = isinstance(out_dtype, torch.dtype)
+    if out_dtype is not None and not (is_dtype and out_dtype.is_floating_point):
         raise ValueError(f"out_dtype must be a floating dtype, got {out_dtype}")
     return out_dtype or like.dtype
 
@@ -125,6 +156,7 @@ def is_one_of(shape: Sequence[int], *allowed: Sequence[int]) -> bool:
 
 def bias_of(bias: Tensor, num_queries: int, num_sources: int, like: Tensor) -> Tensor:
     """Bring a bias of shape `[S]`, `[S, *b]` or `[Q, S, *b]` to `[Q or 1, S, *(b or ones)]`."""
+    floating("bias", bias)
     batch = tuple(like.shape[:-1])
     allowed = ((num_sources,), (num_sources, *batch), (num_queries, num_sources, *batch))
     if not is_one_of(bias.shape, *allowed):
@@ -141,17 +173,19 @@ def bias_of(bias: Tensor, num_queries: int, num_sources: int, like: Tensor) -> T
     return bias.to(accumulation_dtype(like.dtype))
 
 
-def on_device(x: Tensor | float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor there; a number is filled in, as CUDA graphs allow no copy from the host."""
-    if isinstance(x, Tensor):
-        return x.to(device, dtype)
-    return torch.full((), x, dtype=dtype, device=device)
+def filled(name: str, x: Tensor | float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor; a number is filled in there, as CUDA graphs allow no copy from the host."""
+    if not isinstance(x, Tensor):
+        return torch.full((), number(name, x), dtype=dtype, device=device)
+    if x.device != device:
+        raise ValueError(f"{name} is on {x.device}, values on {device}")
+    return floating(name, x).to(dtype)
 
 
 def null_of(null: Tensor | float, num_queries: int, heads: int, like: Tensor) -> Tensor:
     """Bring a null logit (a number, `[H]` or `[Q, H]`) to `[Q, H]`."""
     dtype = accumulation_dtype(like.dtype)
-    null = on_device(null, dtype, like.device)
+    null = filled("null", null, dtype, like.device)
     if not is_one_of(null.shape, (), (heads,), (num_queries, heads), (num_queries, 1)):
         raise ValueError(
             f"null must be a number, [H] or [Q, H] with Q={num_queries}, H={heads}, "
@@ -171,6 +205,7 @@ def read(
     scale: float,
     bias: Tensor | None,
     null: Tensor | float | None,
+    out_norm_eps: float | None = None,
 ) -> Read:
     """Validate the arguments of `depth_attend` and return them in canonical form."""
     items = sources("values", values)
@@ -185,6 +220,8 @@ def read(
         scale=scale,
         separate=keys is not None,
     )
+    if out_norm_eps is not None:
+        check_eps("out_norm_eps", out_norm_eps)
     return Read(
         items,
         None if keys is None else keys_of(keys, items, rank),
@@ -192,6 +229,7 @@ def read(
         None if bias is None else bias_of(bias, len(rows), len(items), items[0]),
         None if null is None else null_of(null, len(rows), heads, items[0]),
         checked,
+        out_norm_eps,
     )
 
 
@@ -200,7 +238,7 @@ class Merge(NamedTuple):
 
     out: Tensor  # [Q, *b, D]
     lse: Tensor  # [Q, *b, H]
-    read: Read  # of the one new source
+    read: Read  # of the one new source; the norm is that of the merged output
 
 
 def merge(
@@ -214,11 +252,19 @@ def merge(
     eps: float,
     scale: float,
     bias: Tensor | float | None,
+    out_norm_eps: float | None,
 ) -> Merge:
     """Validate the arguments of `depth_merge` and return them in canonical form."""
+    floating("value", value)
+    for name, x in {"out": out, "lse": lse}.items():
+        if floating(name, x).device != value.device:
+            raise ValueError(f"{name} is on {x.device}, value on {value.device}")
     dtype = accumulation_dtype(value.dtype)
-    if lse.ndim < 1:
-        raise ValueError("lse must be [Q, *batch, H] or [*batch, H], got a number")
+    if lse.ndim != out.ndim or not lse.ndim:
+        raise ValueError(
+            f"lse must be [Q, *batch, H] or [*batch, H], with as many axes as out, {out.ndim}, "
+            f"got {lse.ndim}"
+        )
     one = read(
         [value],
         query,
@@ -229,6 +275,7 @@ def merge(
         scale=scale,
         bias=None,
         null=None,
+        out_norm_eps=out_norm_eps,
     )
     lead, batch = query.shape[:-1], value.shape[:-1]
     if out.shape != (*lead, *value.shape):
@@ -239,7 +286,7 @@ def merge(
             f"got {lse.dtype} of shape {tuple(lse.shape)}"
         )
     if bias is not None:
-        bias = on_device(bias, dtype, value.device)
+        bias = filled("bias", bias, dtype, value.device)
         if not is_one_of(bias.shape, (), batch, (*lead, *batch)):
             raise ValueError(
                 f"bias must be a number, {tuple(batch)} or {(*lead, *batch)}, "

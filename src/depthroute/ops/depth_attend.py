@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from depthroute.ops import backend, checks, fused, reference
+from depthroute.ops.rms_norm import rms_norm_backward
 from depthroute.ops.scores import (
     KeyNorm,
     ScoreRule,
@@ -30,6 +31,7 @@ def depth_attend(
     bias: Tensor | None = None,
     null: Tensor | float | None = None,
     out_dtype: torch.dtype | None = None,
+    out_norm_eps: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Mix sources by a softmax over depth, separately for each token.
 
@@ -38,6 +40,7 @@ def depth_attend(
 
     The gradient is a closed form that saves the sources, and per source and token one logit for
     each query and head and one inverse root mean square; nothing of the sources' size is copied.
+    A normed output is saved too, as returned, with its own inverse root mean squares.
 
     Args:
         values: S sources `[*b, D]`, as a sequence or stacked `[S, *b, D]`; any strides.
@@ -51,6 +54,9 @@ def depth_attend(
         bias: Logit offsets, `[S]`, `[S, *b]` or `[Q, S, *b]`.
         null: Logit of the null source: a number, `[H]` or `[Q, H]`.
         out_dtype: Dtype of `out`; None keeps the values' dtype.
+        out_norm_eps: Norm `out` over all D columns, as `rms_norm` with this eps, > 0, in float32
+            (float64 for float64 values) before its one cast; None leaves it as it is. Gradients
+            know the normed output as it was returned, rounded to its dtype.
 
     Returns:
         `out`: `[Q, *b, D]`; `lse`: `[Q, *b, H]`, the log-sum-exp of the logits, float32 (float64
@@ -71,6 +77,7 @@ def depth_attend(
         scale=scale,
         bias=bias,
         null=null,
+        out_norm_eps=out_norm_eps,
     )
     dtype = checks.out_dtype_of(out_dtype, read.values[0])
     if backend.runs_in_triton("depth_attend", read):
@@ -86,6 +93,7 @@ def depth_attend(
             read.null,
             read.rule,
             dtype,
+            out_norm_eps,
             len(read.values),
             *read.values,
             *(read.keys or ()),
@@ -104,6 +112,7 @@ class _DepthAttend(torch.autograd.Function):
         null: Tensor | None,
         rule: ScoreRule,
         out_dtype: torch.dtype,
+        out_norm_eps: float | None,
         num_sources: int,
         *tensors: Tensor,
     ) -> tuple[Tensor, Tensor]:
@@ -123,19 +132,24 @@ class _DepthAttend(torch.autograd.Function):
         )
         for i, value in enumerate(values):
             out.addcmul_(weights[:, i], split_heads(value, rule.heads).to(wide.dtype))
-        ctx.save_for_backward(query, bias, null, dots, rstds, lse, *tensors)
+        out, out_rstd = reference.finish(out.flatten(-2), out_norm_eps, out_dtype)
+        normed = None if out_rstd is None else out
+        ctx.save_for_backward(query, bias, null, dots, rstds, lse, normed, out_rstd, *tensors)
         ctx.rule, ctx.num_sources = rule, num_sources
-        return out.flatten(-2).to(out_dtype), lse
+        return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
-        query, bias, null, dots, rstds, lse, *tensors = ctx.saved_tensors
+        query, bias, null, dots, rstds, lse, normed, out_rstd, *tensors = ctx.saved_tensors
         rule: ScoreRule = ctx.rule
         values = tensors[: ctx.num_sources]
         keys = tensors[ctx.num_sources :] or (None,) * ctx.num_sources
         wide = query.to(lse.dtype)
-        grad = split_heads(grad_out.to(lse.dtype), rule.heads)  # [Q, *b, H, D/H]
+        grad = grad_out.to(lse.dtype)
+        if out_rstd is not None:
+            grad = rms_norm_backward(grad, normed, out_rstd)
+        grad = split_heads(grad, rule.heads)  # [Q, *b, H, D/H]
         weights = torch.exp(_logits(dots, rstds, bias, rule) - lse.unsqueeze(1))
         along = torch.stack(
             [(grad * split_heads(v, rule.heads).to(lse.dtype)).sum(-1) for v in values], dim=1
@@ -169,6 +183,7 @@ class _DepthAttend(torch.autograd.Function):
             grad_query.to(query.dtype),
             grad_bias,
             grad_null,
+            None,
             None,
             None,
             None,

@@ -18,9 +18,8 @@ from depthroute.ops.scores import ScoreRule
 def attend(read: Read, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return out `[Q, *b, D]` and lse `[Q, *b, H]` of a validated read."""
     if torch.compiler.is_compiling():
-        out, lse, _, _ = attend_op(
-            read.values, read.keys or (), read.query, read.bias, read.null, out_dtype, *read.rule
-        )
+        tensors = (read.values, read.keys or (), read.query, read.bias, read.null)
+        out, lse, *_ = attend_op(*tensors, out_dtype, read.out_norm_eps, *read.rule)
         return out, lse
     return _Attend.apply(
         read.query,
@@ -28,6 +27,7 @@ def attend(read: Read, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         read.null,
         read.rule,
         out_dtype,
+        read.out_norm_eps,
         len(read.values),
         *read.values,
         *(read.keys or ()),
@@ -40,9 +40,9 @@ def merge(given: Merge) -> tuple[Tensor, Tensor]:
     key = None if read.keys is None else read.keys[0]
     arguments = (given.out, given.lse, read.values[0], read.query, key, read.bias)
     if torch.compiler.is_compiling():
-        out, lse, *_ = merge_op(*arguments, *read.rule)
+        out, lse, *_ = merge_op(*arguments, read.out_norm_eps, *read.rule)
         return out, lse
-    return _Merge.apply(*arguments, read.rule)
+    return _Merge.apply(*arguments, read.out_norm_eps, read.rule)
 
 
 class _Attend(torch.autograd.Function):
@@ -54,14 +54,16 @@ class _Attend(torch.autograd.Function):
         null: Tensor | None,
         rule: ScoreRule,
         out_dtype: torch.dtype,
+        out_norm_eps: float | None,
         num_sources: int,
         *tensors: Tensor,
     ) -> tuple[Tensor, Tensor]:
         from depthroute.ops.kernels.depth_attend_fwd import depth_attend_fwd
 
         values, keys = tensors[:num_sources], tensors[num_sources:] or None
-        result = depth_attend_fwd(values, keys, query, bias, null, rule, out_dtype)
-        ctx.save_for_backward(query, bias, null, result.dots, result.rstds, result.lse, *tensors)
+        result = depth_attend_fwd(values, keys, query, bias, null, rule, out_dtype, out_norm_eps)
+        numbers = (result.dots, result.rstds, result.lse, result.out_rstds, result.normed)
+        ctx.save_for_backward(query, bias, null, *numbers, *tensors)
         ctx.rule, ctx.num_sources = rule, num_sources
         ctx.set_materialize_grads(False)
         return result.out, result.lse
@@ -71,17 +73,17 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
         from depthroute.ops.kernels.depth_attend_bwd import depth_attend_bwd
 
-        query, bias, null, dots, rstds, lse, *tensors = ctx.saved_tensors
+        query, bias, null, dots, rstds, lse, out_rstds, normed, *tensors = ctx.saved_tensors
         values, keys = tensors[: ctx.num_sources], tensors[ctx.num_sources :] or None
         if grad_out is None:
             grad_out = values[0].new_zeros((len(query), *values[0].shape))
-        grads = depth_attend_bwd(
-            grad_out, grad_lse, values, keys, query, bias, null, dots, rstds, lse, ctx.rule
-        )
+        saved = (dots, rstds, lse, ctx.rule, out_rstds, normed)
+        grads = depth_attend_bwd(grad_out, grad_lse, values, keys, query, bias, null, *saved)
         return (
             grads.query,
             grads.bias,
             grads.null,
+            None,
             None,
             None,
             None,
@@ -100,12 +102,14 @@ class _Merge(torch.autograd.Function):
         query: Tensor,
         key: Tensor | None,
         bias: Tensor | None,
+        out_norm_eps: float | None,
         rule: ScoreRule,
     ) -> tuple[Tensor, Tensor]:
         from depthroute.ops.kernels.depth_merge import depth_merge_fwd
 
-        result = depth_merge_fwd(out, lse, value, query, key, bias, rule)
-        ctx.save_for_backward(out, lse, value, query, key, bias, *result[2:])
+        arguments = (out, lse, value, query, key, bias)
+        result = depth_merge_fwd(*arguments, rule, out_norm_eps)
+        ctx.save_for_backward(*arguments, *result[2:], result.normed)
         ctx.rule = rule
         ctx.set_materialize_grads(False)
         return result.out, result.lse
@@ -115,10 +119,7 @@ class _Merge(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
         from depthroute.ops.kernels.depth_merge import depth_merge_bwd
 
-        out, lse, value, query, key, bias, dots, rstds, keep, take = ctx.saved_tensors
+        arguments = (*ctx.saved_tensors, ctx.rule)
         if grad_out is None:
-            grad_out = torch.zeros_like(out)
-        grads = depth_merge_bwd(
-            grad_out, grad_lse, out, lse, value, query, key, bias, dots, rstds, keep, take, ctx.rule
-        )
-        return *grads, None
+            grad_out = torch.zeros_like(arguments[0])
+        return *depth_merge_bwd(grad_out, grad_lse, *arguments), None, None

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from depthroute.ops import checks
+from depthroute.ops.rms_norm import inverse_rms
 from depthroute.ops.scores import KeyNorm, accumulation_dtype, raw_scores, split_heads
 
 
@@ -26,6 +27,16 @@ def lse_of(logits: Tensor, null: Tensor | None) -> Tensor:
     return torch.logaddexp(lse, null.view(null.shape[0], *([1] * (lse.ndim - 2)), null.shape[1]))
 
 
+def finish(
+    out: Tensor, out_norm_eps: float | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """Norm an output `[Q, *b, D]` if asked to, and cast it; return it and the norm's factor."""
+    if out_norm_eps is None:
+        return out.to(dtype), None
+    rstd = inverse_rms(out, eps=out_norm_eps)
+    return (out * rstd).to(dtype), rstd
+
+
 def attend(read: checks.Read, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return out `[Q, *b, D]` and lse `[Q, *b, H]` of a validated read."""
     logits = logits_of(read)
@@ -36,8 +47,8 @@ def attend(read: checks.Read, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         weights[:, i] * split_heads(value.to(lse.dtype), read.rule.heads)
         for i, value in enumerate(read.values)
     )
-    out = sum(rest, first)
-    return out.flatten(-2).to(out_dtype), lse
+    out = sum(rest, first).flatten(-2)
+    return finish(out, read.out_norm_eps, out_dtype)[0], lse
 
 
 def merge(given: checks.Merge) -> tuple[Tensor, Tensor]:
@@ -48,7 +59,8 @@ def merge(given: checks.Merge) -> tuple[Tensor, Tensor]:
     wide = read.values[0].to(lse.dtype)
     old = split_heads(out.to(lse.dtype), read.rule.heads) * torch.exp(lse - total).unsqueeze(-1)
     new = split_heads(wide, read.rule.heads) * torch.exp(logit - total).unsqueeze(-1)
-    return (old + new).flatten(-2).to(read.values[0].dtype), total
+    merged = (old + new).flatten(-2)
+    return finish(merged, read.out_norm_eps, read.values[0].dtype)[0], total
 
 
 def depth_weights(
@@ -104,6 +116,7 @@ def depth_attend_reference(
     bias: Tensor | None = None,
     null: Tensor | float | None = None,
     out_dtype: torch.dtype | None = None,
+    out_norm_eps: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute `depth_attend` by autograd; its oracle in the tests."""
     read = checks.read(
@@ -116,6 +129,7 @@ def depth_attend_reference(
         scale=scale,
         bias=bias,
         null=null,
+        out_norm_eps=out_norm_eps,
     )
     out, lse = attend(read, checks.out_dtype_of(out_dtype, read.values[0]))
     return (out, lse) if query.ndim == 2 else (out.squeeze(0), lse.squeeze(0))
@@ -132,6 +146,7 @@ def depth_merge_reference(
     eps: float = 1e-6,
     scale: float = 1.0,
     bias: Tensor | float | None = None,
+    out_norm_eps: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute `depth_merge` by autograd; its oracle in the tests."""
     out, lse = merge(
@@ -145,6 +160,7 @@ def depth_merge_reference(
             eps=eps,
             scale=scale,
             bias=bias,
+            out_norm_eps=out_norm_eps,
         )
     )
     return (out, lse) if query.ndim == 2 else (out.squeeze(0), lse.squeeze(0))

@@ -29,22 +29,27 @@ def attend_op(
     bias: Tensor | None,
     null: Tensor | None,
     out_dtype: torch.dtype,
+    out_norm_eps: float | None,
     heads: int,
     key_norm: str,
     eps: float,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the `Attended` of a validated read; no keys is an empty list."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the `Attended` of a validated read; no keys is an empty list.
+
+    Here and below, empty tensors stand for results that are None.
+    """
     from depthroute.ops.kernels.depth_attend_fwd import depth_attend_fwd
 
     rule = ScoreRule(heads, cast(KeyNorm, key_norm), eps, scale)
-    return tuple(depth_attend_fwd(values, keys or None, query, bias, null, rule, out_dtype))  # type: ignore[return-value]
+    tensors = (values, keys or None, query, bias, null)
+    return without_none(depth_attend_fwd(*tensors, rule, out_dtype, out_norm_eps), query)
 
 
 @attend_op.register_fake
-def _(values, keys, query, bias, null, out_dtype, *rule):  # type: ignore[no-untyped-def]
+def _(values, keys, query, bias, null, out_dtype, out_norm_eps, *rule):  # type: ignore[no-untyped-def]
     at = Layout.of(values, keys or None, query, ScoreRule(*rule))
-    return tuple(Attended.empty(at, values[0], out_dtype))
+    return without_none(Attended.empty(at, values[0], out_dtype, out_norm_eps is not None), query)
 
 
 @torch.library.custom_op("depthroute::attend_backward", mutates_args=())
@@ -59,18 +64,19 @@ def attend_backward_op(
     dots: Tensor,
     rstds: Tensor,
     lse: Tensor,
+    out_rstds: Tensor | None,
+    normed: Tensor | None,
     heads: int,
     key_norm: str,
     eps: float,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the `AttendGradients`, with empty tensors in place of None."""
+    """Return the `AttendGradients`."""
     from depthroute.ops.kernels.depth_attend_bwd import depth_attend_bwd
 
     rule = ScoreRule(heads, cast(KeyNorm, key_norm), eps, scale)
-    grads = depth_attend_bwd(
-        grad_out, grad_lse, values, keys or None, query, bias, null, dots, rstds, lse, rule
-    )
+    saved = (dots, rstds, lse, rule, out_rstds, normed)
+    grads = depth_attend_bwd(grad_out, grad_lse, values, keys or None, query, bias, null, *saved)
     return without_none(grads, query)
 
 
@@ -80,22 +86,24 @@ def _(grad_out, grad_lse, values, keys, query, bias, null, *rest):  # type: igno
 
 
 def _attend_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    values, keys, query, bias, null, _, *ctx.rule = inputs
-    _, lse, dots, rstds = output
+    values, keys, query, bias, null, _, out_norm_eps, *ctx.rule = inputs
+    out, lse, dots, rstds, out_rstds = output
+    of_norm = (None, None) if out_norm_eps is None else (out_rstds, out)
     ctx.num_sources = len(values)
-    ctx.save_for_backward(query, bias, null, dots, rstds, lse, *values, *keys)
+    ctx.save_for_backward(query, bias, null, dots, rstds, lse, *of_norm, *values, *keys)
     ctx.set_materialize_grads(False)
 
 
 def _attend_backward(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *unused: Tensor | None
 ) -> tuple[Any, ...]:
-    query, bias, null, dots, rstds, lse, *tensors = ctx.saved_tensors
+    query, bias, null, dots, rstds, lse, out_rstds, normed, *tensors = ctx.saved_tensors
     values, keys = tensors[: ctx.num_sources], tensors[ctx.num_sources :]
     if grad_out is None:
         grad_out = values[0].new_zeros((len(query), *values[0].shape))
+    numbers = (dots, rstds, lse, out_rstds, normed)
     grads = attend_backward_op(
-        grad_out, grad_lse, values, keys, query, bias, null, dots, rstds, lse, *ctx.rule
+        grad_out, grad_lse, values, keys, query, bias, null, *numbers, *ctx.rule
     )
     return (
         list(grads[0].unbind(0)),
@@ -103,7 +111,7 @@ def _attend_backward(
         grads[2],
         None if bias is None else grads[3],
         None if null is None else grads[4],
-        *[None] * 5,
+        *[None] * 6,
     )
 
 
@@ -118,22 +126,24 @@ def merge_op(
     query: Tensor,
     key: Tensor | None,
     bias: Tensor | None,
+    out_norm_eps: float | None,
     heads: int,
     key_norm: str,
     eps: float,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the `Merged` of a validated merge."""
     from depthroute.ops.kernels.depth_merge import depth_merge_fwd
 
     rule = ScoreRule(heads, cast(KeyNorm, key_norm), eps, scale)
-    return tuple(depth_merge_fwd(out, lse, value, query, key, bias, rule))  # type: ignore[return-value]
+    result = depth_merge_fwd(out, lse, value, query, key, bias, rule, out_norm_eps)
+    return without_none(result, query)
 
 
 @merge_op.register_fake
-def _(out, lse, value, query, key, bias, *rule):  # type: ignore[no-untyped-def]
-    keys = None if key is None else [key]
-    return tuple(Merged.empty(Layout.of([value], keys, query, ScoreRule(*rule)), value))
+def _(out, lse, value, query, key, bias, out_norm_eps, *rule):  # type: ignore[no-untyped-def]
+    at = Layout.of([value], None if key is None else [key], query, ScoreRule(*rule))
+    return without_none(Merged.empty(at, value, out_norm_eps is not None), query)
 
 
 @torch.library.custom_op("depthroute::merge_backward", mutates_args=())
@@ -150,16 +160,18 @@ def merge_backward_op(
     rstds: Tensor,
     keep: Tensor,
     take: Tensor,
+    out_rstds: Tensor | None,
+    normed: Tensor | None,
     heads: int,
     key_norm: str,
     eps: float,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the `MergeGradients`, with empty tensors in place of None."""
+    """Return the `MergeGradients`."""
     from depthroute.ops.kernels.depth_merge import depth_merge_bwd
 
     rule = ScoreRule(heads, cast(KeyNorm, key_norm), eps, scale)
-    numbers = (dots, rstds, keep, take)
+    numbers = (dots, rstds, keep, take, out_rstds, normed)
     grads = depth_merge_bwd(grad_out, grad_lse, out, lse, value, query, key, bias, *numbers, rule)
     return without_none(grads, query)
 
@@ -170,8 +182,10 @@ def _(grad_out, grad_lse, out, lse, value, query, key, bias, *rest):  # type: ig
 
 
 def _merge_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.rule = inputs[6:]
-    ctx.save_for_backward(*inputs[:6], *output[2:])
+    *arguments, out_norm_eps = inputs[:7]
+    of_norm = (None, None) if out_norm_eps is None else (output[6], output[0])
+    ctx.rule = inputs[7:]
+    ctx.save_for_backward(*arguments, *output[2:6], *of_norm)
     ctx.set_materialize_grads(False)
 
 
@@ -188,7 +202,7 @@ def _merge_backward(
         *grads,
         None if key is None else grad_key,
         None if bias is None else grad_bias,
-        *[None] * 4,
+        *[None] * 5,
     )
 
 

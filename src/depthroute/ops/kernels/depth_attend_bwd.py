@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from depthroute.ops.kernels import tuning
-from depthroute.ops.kernels.gradient import source_backward
+from depthroute.ops.kernels.gradient import norm_backward, source_backward
 from depthroute.ops.kernels.layout import Layout, as_bias, as_query_rows, of_queries
 from depthroute.ops.kernels.results import AttendGradients
 from depthroute.ops.kernels.sources import (
@@ -41,6 +41,8 @@ def depth_attend_bwd(
     rstds: Tensor,
     lse: Tensor,
     rule: ScoreRule,
+    out_rstds: Tensor | None = None,
+    normed: Tensor | None = None,
 ) -> AttendGradients:
     """Launch the backward pass on validated arguments and the results of the forward pass."""
     at = Layout.of(values, keys, query, rule)
@@ -75,6 +77,8 @@ def depth_attend_bwd(
             of_queries(dots, 2, *group),
             rstds,
             of_queries(lse, 0, *group),
+            of_queries(out_rstds, 0, *group),
+            of_queries(normed, 0, *group),
             *grads[:2],
             of_queries(grad_query, 1, *group),
             of_queries(grad_logits, 2, *group),
@@ -133,7 +137,7 @@ def weight_of(
 
 @triton.jit
 def depth_attend_bwd_kernel(
-    grad_out, grad_lse, values, keys, query, bias, null, dots, rstds, lse,
+    grad_out, grad_lse, values, keys, query, bias, null, dots, rstds, lse, out_rstds, normed,
     grad_values, grad_keys, grad_query, grad_logits, grad_null,
     stride_g_query, stride_g_token, num_tokens, num_sources, scale,
     Q: tl.constexpr, COUNT: tl.constexpr, QP: tl.constexpr, ACCUMULATE: tl.constexpr,
@@ -174,6 +178,8 @@ def depth_attend_bwd_kernel(
     for t in tl.range(pid, num_tokens, tl.num_programs(0), num_stages=STAGES):
         o_row = tl.cast(t, tl.int64)
         b_g = tl.load(grad_out + o_row * stride_g_token + o_g, mask=m_g, other=0.0).to(tl.float32)
+        if out_rstds is not None:
+            b_g = norm_backward(b_g, out_rstds, normed, o_j, m_j, o_v, m_g, o_row, num_tokens, D)
         o_lse = (o_q.to(tl.int64)[:, None] * num_tokens + o_row) * H + o_h[None, :]
         b_lse = tl.load(lse + o_lse, mask=m_qh, other=0.0)
         if grad_lse is None:

@@ -26,10 +26,11 @@ def depth_attend_fwd(
     null: Tensor | None,
     rule: ScoreRule,
     out_dtype: torch.dtype,
+    out_norm_eps: float | None = None,
 ) -> Attended:
     """Launch the forward pass on validated arguments (`checks.Read`)."""
     at = Layout.of(values, keys, query, rule)
-    result = Attended.empty(at, values[0], out_dtype)
+    result = Attended.empty(at, values[0], out_dtype, out_norm_eps is not None)
     if not at.T:
         return result
     launch = tuning.forward(at)
@@ -46,6 +47,7 @@ def depth_attend_fwd(
         at.Q,
         rule.eps,
         rule.scale,
+        out_norm_eps,
         **at.constants,
         CHUNK=launch.chunk,
         RESIDENT=launch.resident,
@@ -57,8 +59,8 @@ def depth_attend_fwd(
 
 @triton.jit
 def depth_attend_fwd_kernel(
-    values, keys, query, bias, null, out, lse, dots, rstds,
-    num_tokens, num_sources, num_queries, eps, scale,
+    values, keys, query, bias, null, out, lse, dots, rstds, out_rstds,
+    num_tokens, num_sources, num_queries, eps, scale, out_norm_eps,
     D: tl.constexpr, R: tl.constexpr, H: tl.constexpr, NORM: tl.constexpr, KEYS: tl.constexpr,
     HP: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
     CHUNK: tl.constexpr, RESIDENT: tl.constexpr, ALIGNED: tl.constexpr,
@@ -137,5 +139,10 @@ def depth_attend_fwd_kernel(
             b_top = b_new
         b_out = b_acc / b_sum[:, None]
         o_out = o_j * num_tokens + o_row
+        if out_rstds is not None:
+            b_square = tl.sum(tl.sum(b_out * b_out, axis=1), axis=0)
+            b_norm = tl.rsqrt(b_square / D + out_norm_eps)
+            tl.store(out_rstds + o_out, b_norm)
+            b_out *= b_norm
         tl.store(out + o_out * D + o_v, b_out.to(out.dtype.element_ty), mask=m_v)
         tl.store(lse + o_out * H + o_h, b_top + tl.log(b_sum), mask=m_h)

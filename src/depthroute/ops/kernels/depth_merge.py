@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from depthroute.ops.kernels import tuning
-from depthroute.ops.kernels.gradient import source_backward
+from depthroute.ops.kernels.gradient import norm_backward, source_backward
 from depthroute.ops.kernels.layout import (
     Layout,
     as_bias,
@@ -37,10 +37,11 @@ def depth_merge_fwd(
     key: Tensor | None,
     bias: Tensor | None,
     rule: ScoreRule,
+    out_norm_eps: float | None = None,
 ) -> Merged:
     """Launch the forward pass on validated arguments (`checks.Merge`)."""
     at = _layout(value, query, key, rule)
-    result = Merged.empty(at, value)
+    result = Merged.empty(at, value, out_norm_eps is not None)
     if not at.T:
         return result
     old, row = as_query_rows(out), as_rows(value)
@@ -60,6 +61,7 @@ def depth_merge_fwd(
         at.T,
         rule.eps,
         rule.scale,
+        out_norm_eps,
         Q=at.Q,
         QP=power_of_two(at.Q),
         **at.constants,
@@ -82,6 +84,8 @@ def depth_merge_bwd(
     rstds: Tensor,
     keep: Tensor,
     take: Tensor,
+    out_rstds: Tensor | None,
+    normed: Tensor | None,
     rule: ScoreRule,
 ) -> MergeGradients:
     """Launch the backward pass on the arguments of the forward pass and its results."""
@@ -110,6 +114,8 @@ def depth_merge_bwd(
         rstds,
         keep,
         take,
+        out_rstds,
+        normed,
         grads.out,
         grads.lse,
         grads.value,
@@ -141,8 +147,8 @@ def _layout(value: Tensor, query: Tensor, key: Tensor | None, rule: ScoreRule) -
 
 @triton.jit
 def depth_merge_fwd_kernel(
-    old, old_lse, value, key, query, bias, out, lse, dots, rstds, keep, take,
-    stride_o_query, stride_o_token, stride_v, stride_k, num_tokens, eps, scale,
+    old, old_lse, value, key, query, bias, out, lse, dots, rstds, keep, take, out_rstds,
+    stride_o_query, stride_o_token, stride_v, stride_k, num_tokens, eps, scale, out_norm_eps,
     Q: tl.constexpr, QP: tl.constexpr,
     D: tl.constexpr, R: tl.constexpr, H: tl.constexpr, NORM: tl.constexpr, KEYS: tl.constexpr,
     HP: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
@@ -181,7 +187,13 @@ def depth_merge_fwd_kernel(
     b_keep, b_take = tl.exp(b_lse - b_total), tl.exp(b_z - b_total)
     b_out = b_keep[:, :, None] * b_old + b_take[:, :, None] * b_v[None, :, :]
 
-    p_out = out + (o_j.to(tl.int64) * num_tokens + o_row) * D + o_v[None, :, :]
+    o_out = o_j.to(tl.int64) * num_tokens + o_row
+    if out_rstds is not None:
+        b_square = tl.sum(tl.sum(b_out * b_out, axis=2), axis=1)[:, None, None]
+        b_norm = tl.rsqrt(b_square / D + out_norm_eps)
+        tl.store(out_rstds + o_out, b_norm, mask=m_j)
+        b_out *= b_norm
+    p_out = out + o_out * D + o_v[None, :, :]
     tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_out)
     tl.store(lse + o_lse, b_total, mask=m_qh)
     o_number = o_row * (Q * H) + o_qh
@@ -193,7 +205,7 @@ def depth_merge_fwd_kernel(
 
 @triton.jit
 def depth_merge_bwd_kernel(
-    grad_out, grad_lse, old, value, key, query, dots, rstds, keep, take,
+    grad_out, grad_lse, old, value, key, query, dots, rstds, keep, take, out_rstds, normed,
     grad_old, grad_old_lse, grad_value, grad_key, grad_query, grad_logits,
     stride_g_query, stride_g_token, stride_o_query, stride_o_token, stride_v, stride_k,
     num_tokens, scale,
@@ -220,6 +232,8 @@ def depth_merge_bwd_kernel(
         o_row = tl.cast(t, tl.int64)
         p_g = grad_out + o_j.to(tl.int64) * stride_g_query + o_row * stride_g_token
         b_g = tl.load(p_g + o_v[None, :, :], mask=m_out, other=0.0).to(tl.float32)
+        if out_rstds is not None:
+            b_g = norm_backward(b_g, out_rstds, normed, o_j, m_j, o_v, m_out, o_row, num_tokens, D)
         p_old = old + o_j.to(tl.int64) * stride_o_query + o_row * stride_o_token
         b_old = tl.load(p_old + o_v[None, :, :], mask=m_out, other=0.0).to(tl.float32)
         b_v = tl.load(value + o_row * stride_v + o_v, mask=m_v, other=0.0).to(tl.float32)

@@ -16,9 +16,10 @@ class Attended(NamedTuple):
     lse: Tensor  # [Q, *b, H]
     dots: Tensor  # [T, S, Q, H], scores before norm, scale and bias
     rstds: Tensor  # [T, S], what the norm multiplies them by
+    out_rstds: Tensor | None  # [Q, T], what a norm of the output has multiplied it by
 
     @classmethod
-    def empty(cls, at: Layout, value: Tensor, out_dtype: torch.dtype) -> "Attended":
+    def empty(cls, at: Layout, value: Tensor, out_dtype: torch.dtype, has_norm: bool) -> "Attended":
         """Allocate the results of a read whose sources are like `value`."""
         batch, wide = value.shape[:-1], torch.float32
         return cls(
@@ -26,7 +27,13 @@ class Attended(NamedTuple):
             value.new_empty((at.Q, *batch, at.H), dtype=wide),
             value.new_empty((at.T, at.S, at.Q, at.H), dtype=wide),
             value.new_empty((at.T, at.S), dtype=wide),
+            value.new_empty((at.Q, at.T), dtype=wide) if has_norm else None,
         )
+
+    @property
+    def normed(self) -> Tensor | None:
+        """The output, if the gradient of its norm needs it."""
+        return None if self.out_rstds is None else self.out
 
 
 class AttendGradients(NamedTuple):
@@ -66,9 +73,10 @@ class Merged(NamedTuple):
     rstds: Tensor  # [T], what the norm multiplies them by
     keep: Tensor  # [T, Q, H], weight of the old read
     take: Tensor  # [T, Q, H], weight of the new source
+    out_rstds: Tensor | None  # [Q, T], what a norm of the output has multiplied it by
 
     @classmethod
-    def empty(cls, at: Layout, value: Tensor) -> "Merged":
+    def empty(cls, at: Layout, value: Tensor, has_norm: bool) -> "Merged":
         """Allocate the results of a merge of `value`."""
         batch, wide, numbers = value.shape[:-1], torch.float32, (at.T, at.Q, at.H)
         return cls(
@@ -78,7 +86,13 @@ class Merged(NamedTuple):
             value.new_empty(numbers[:1], dtype=wide),
             value.new_empty(numbers, dtype=wide),
             value.new_empty(numbers, dtype=wide),
+            value.new_empty((at.Q, at.T), dtype=wide) if has_norm else None,
         )
+
+    @property
+    def normed(self) -> Tensor | None:
+        """The output, if the gradient of its norm needs it."""
+        return None if self.out_rstds is None else self.out
 
 
 class MergeGradients(NamedTuple):
