@@ -1,6 +1,7 @@
 import json
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import depthroute
 from depthroute.cli import main
 from depthroute.config import dump, load
+from depthroute.ops import backend
 from depthroute.train import CompareConfig, RunConfig
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").rglob("*.toml"))
@@ -69,6 +71,29 @@ def test_doctor_shows_versions_and_optional_packages(call):
         "triton",
         "transformers",
     } <= lines.keys()
+
+
+def backend_line(said: Said) -> str:
+    (line,) = (line for line in said.out.splitlines() if "backend" in line)
+    return line
+
+
+def test_doctor_says_what_runs_depth_reads(call, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    plain = "backend of depth reads: plain PyTorch, since"
+    assert backend_line(call("doctor")) == f"{plain} the tensors are on cpu"
+    device = SimpleNamespace(name="a GPU", total_memory=2**36, major=9)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device.name)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(backend, "_has_triton", True)
+    assert backend_line(call("doctor")) == "backend of depth reads: Triton kernels"
+    device.major = 7
+    assert backend_line(call("doctor")).startswith(f"{plain} the device has compute capability 7")
+    monkeypatch.setattr(backend, "_has_triton", False)
+    assert backend_line(call("doctor")).startswith(f"{plain} triton is not installed: pip install")
 
 
 def test_text_becomes_a_dataset_a_run_and_a_continuation(call, run_file, tmp_path):

@@ -265,9 +265,8 @@ def test_run_from_before_a_setting_existed_continues(make_run):
     older = text.replace("deterministic = false\n", "").replace("keep_checkpoints = 2\n", "")
     assert len(older.splitlines()) == len(text.splitlines()) - 2
     file.write_text(older)
-    with pytest.raises(
-        ValueError, match=r"Changed: train\.deterministic was False, is True$"
-    ):  # and only that
+    only = r"Changed: train\.deterministic was False, is True$"
+    with pytest.raises(ValueError, match=only):
         train(make_run("train.save_every=1", "train.deterministic=true"))
     assert file.read_text() == older
     assert train(config).step == 6

@@ -48,13 +48,22 @@ def use_backend(backend: Backend) -> Iterator[None]:
         _setting = before
 
 
+def describe_backend(device: torch.device) -> str:
+    """Say what runs the reads of tensors on a device, and why if it is not the kernels.
+
+    Single reads that the kernels do not support run in plain PyTorch on every device.
+    """
+    reason = _against_device(device)
+    return f"plain PyTorch, since {reason}" if reason else "Triton kernels"
+
+
 def runs_in_triton(op: str, read: Read) -> bool:
     """Decide for one call of an op, and log each decision once.
 
     Raises:
         ValueError: The backend is "triton" and the kernels do not support the read.
     """
-    reason = "the backend is set so" if _setting == "reference" else _unsupported(read)
+    reason = _against_device(read.values[0].device) or _unsupported_read(read)
     if _setting == "triton" and reason:
         raise ValueError(f'{op} cannot run with backend "triton": {reason}')
     _say(op, reason, _setting == "auto" and read.values[0].is_cuda)
@@ -74,12 +83,7 @@ def fuses(value: Tensor) -> bool:
 
     Where they do not, the operations that they replace run one by one, by their own decisions.
     """
-    if _setting == "reference":
-        reason = "the backend is set so"
-    elif _setting == "auto" and value.device.type != "cuda":
-        reason = f"the tensors are on {value.device.type}"
-    else:
-        reason = _unsupported_device(value.device) or _unsupported_value(value)
+    reason = _against_device(value.device) or _unsupported_value(value)
     _say("the block schedule", reason, _setting == "auto" and value.is_cuda)
     return not reason
 
@@ -96,12 +100,13 @@ def report(op: str, reason: str, kernels_expected: bool = True) -> None:
         _logger.log(level, "%s runs in plain PyTorch: %s", op, reason)
 
 
-def _unsupported(read: Read) -> str:
-    """Return why the kernels cannot run a read, or nothing."""
-    device = read.values[0].device
+def _against_device(device: torch.device) -> str:
+    """Return why the kernels do not run on a device by the present setting, or nothing."""
+    if _setting == "reference":
+        return "the backend is set so"
     if _setting == "auto" and device.type != "cuda":  # nor in the interpreter, which is slow
         return f"the tensors are on {device.type}"
-    return _unsupported_device(device) or _unsupported_read(read)
+    return _unsupported_device(device)
 
 
 def _unsupported_device(device: torch.device) -> str:

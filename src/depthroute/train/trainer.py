@@ -1,5 +1,6 @@
 """The training loop."""
 
+import logging
 import math
 import random
 import time
@@ -32,7 +33,7 @@ from depthroute.train.checkpoint import (
 from depthroute.train.config import RunConfig
 from depthroute.train.determinism import determinism
 from depthroute.train.memory import PeakMemory
-from depthroute.train.report import Reporter
+from depthroute.train.report import Reporter, reported
 from depthroute.train.run import RunFolder, open_dataset, resolve
 from depthroute.train.signals import StopRequest
 from depthroute.train.validate import Validation, batch_loss, validate
@@ -72,6 +73,7 @@ def train(config: RunConfig, *, reporter: Reporter | None = None) -> RunResult:
     initial = _initial_checkpoint(folder)
     with (
         reporter or Reporter(folder.path.name, config.train.steps) as report,
+        reported(logging.getLogger("depthroute.ops"), report),  # what runs the reads, once
         StopRequest() as stop,
         determinism(config.train.deterministic),
     ):
