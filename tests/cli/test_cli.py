@@ -1,6 +1,8 @@
 import json
+import re
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -8,7 +10,9 @@ import torch
 
 import depthroute
 from depthroute.cli import main
+from depthroute.cli.main import app
 from depthroute.config import dump, load
+from depthroute.ops import backend
 from depthroute.train import CompareConfig, RunConfig
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").rglob("*.toml"))
@@ -71,6 +75,29 @@ def test_doctor_shows_versions_and_optional_packages(call):
     } <= lines.keys()
 
 
+def backend_line(said: Said) -> str:
+    (line,) = (line for line in said.out.splitlines() if "backend" in line)
+    return line
+
+
+def test_doctor_says_what_runs_depth_reads(call, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    plain = "backend of depth reads: plain PyTorch, since"
+    assert backend_line(call("doctor")) == f"{plain} the tensors are on cpu"
+    device = SimpleNamespace(name="a GPU", total_memory=2**36, major=9)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device.name)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(backend, "_has_triton", True)
+    assert backend_line(call("doctor")) == "backend of depth reads: Triton kernels"
+    device.major = 7
+    assert backend_line(call("doctor")).startswith(f"{plain} the device has compute capability 7")
+    monkeypatch.setattr(backend, "_has_triton", False)
+    assert backend_line(call("doctor")).startswith(f"{plain} triton is not installed: pip install")
+
+
 def test_text_becomes_a_dataset_a_run_and_a_continuation(call, run_file, tmp_path):
     text = "\n\n".join(f"once upon a time {i}" for i in range(60))
     (tmp_path / "text.txt").write_text(text)
@@ -95,7 +122,8 @@ def test_text_becomes_a_dataset_a_run_and_a_continuation(call, run_file, tmp_pat
     assert greedy.out.startswith("once")
     assert call("generate", run, "once", "tokens=6", "top_k=1", "seed=1") == greedy
     assert call("generate", run, "tokens=0").out == "\n"  # no prompt, no tokens
-    assert call("generate", run, "a = b", "tokens=0").out == "a = b\n"
+    for prompt in ("a = b", "tokens = 5", "x=1", "=", "tokenz"):
+        assert call("generate", run, prompt, "tokens=0").out == f"{prompt}\n"
 
 
 def test_a_run_goes_to_hugging_face_and_back(call, run_file, tmp_path):
@@ -139,6 +167,10 @@ def test_evaluate_says_the_loss_of_a_run(call, run_file, tmp_path):
     assert_mistake(call("evaluate", tmp_path / "run", "split=test"), 'no split "test"')
     assert_mistake(call("evaluate", tmp_path / "run", "tokns=3"), 'did you mean "tokens"?')
     assert_mistake(call("evaluate", tmp_path / "none"), "none is neither a run folder")
+    assert_mistake(
+        call("evaluate", tmp_path / "run", "include_path=nowhere"),
+        "include_path: there is no folder nowhere",
+    )
 
 
 def test_account_counts_the_model_of_a_run(call, run_file):
@@ -218,8 +250,40 @@ def test_wrong_files_are_named(call, run_file, tmp_path):
     assert_mistake(call("generate", tmp_path / "empty"), "empty has no checkpoint yet")
 
 
+def test_places_that_cannot_be_written_are_one_message(call, run_file, tmp_path):
+    (tmp_path / "file").touch()
+    for arguments in (
+        ("train", run_file, f"out={tmp_path / 'file'}"),
+        ("train", run_file, f"out={tmp_path / 'file/run'}"),
+        ("prepare", tmp_path / "file/data", "source=stdlib"),
+    ):
+        said = call(*arguments)
+        assert (said.status, "Traceback" in said.err) == (2, False)
+        (line,) = said.err.splitlines()
+        assert line.startswith("depthroute: ")
+        assert str(tmp_path / "file") in line
+    assert (tmp_path / "file").read_bytes() == b""
+
+
+def test_folders_in_examples_are_those_that_examples_make(call):
+    commands = [command.name or command.callback.__name__ for command in app.registered_commands]
+    shown = " ".join(call(command, "--help").out for command in commands)
+    comparison = load(CompareConfig, CONFIGS[0].parent / "demo_compare.toml")
+    made = set(re.findall(r" out=(runs/\S+)", shown)) | {
+        f"{comparison.out}/{label}-seed{seed}"
+        for label in comparison.variants
+        for seed in comparison.seeds
+    }
+    named = set(re.findall(r"runs/[\w/-]+", shown))
+    assert len(named) >= 3
+    assert named <= made
+
+
 def test_wrong_arguments_are_refused(call, tmp_path):
     assert_mistake(call("generate", tmp_path, "x", "tokns=3"), 'did you mean "tokens"?')
+    assert_mistake(call("generate", tmp_path, "tokenz=5"), "tokenz: unknown", 'mean "tokens"?')
+    assert_mistake(call("generate", tmp_path, "topk=", "tokens=1"), 'did you mean "top_k"?')
+    assert_mistake(call("prepare", tmp_path / "out", "source=stdlib", "tokenizer=foo"), "bpe:N")
     assert_mistake(call("prepare", tmp_path / "out", "sorce=stdlib"), 'did you mean "source"?')
     assert_mistake(call("prepare", tmp_path / "out", "source=nowhere"), "nowhere")
     assert not (tmp_path / "out").exists()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from depthroute.config import load
 from depthroute.convert import ExportConfig, export_run, import_model, to_hugging_face
 from depthroute.data import load_tokenizer
+from depthroute.evaluate import EvaluateConfig, evaluate
 from depthroute.models import CausalLM, generate
 from depthroute.train import RunConfig, load_model, train
 from depthroute.train.checkpoint import load_weights, newest_checkpoint
@@ -155,8 +157,9 @@ def test_an_imported_model_trains_on(run, tmp_path, make_run):
     assert losses[0] == losses[1]
     expected = [r["val/loss_nats"] for r in RunFolder.read(run) if "val/loss_nats" in r][-1]
     assert losses[0].loss_nats == pytest.approx(expected, abs=1e-4)
-    with pytest.raises(ValueError, match="nowhere has no checkpoint yet"):
-        train(make_run("train.init_from=nowhere", f"out={tmp_path / 'no'}"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"^train\.init_from: .*empty has no checkpoint yet"):
+        train(make_run(f"train.init_from={tmp_path / 'empty'}", f"out={tmp_path / 'no'}"))
 
 
 def test_text_is_tokenised_alike_after_the_import(run, tmp_path):
@@ -183,6 +186,32 @@ def test_a_folder_that_does_not_fit_is_refused(tmp_path):
         import_model(tmp_path / "hf", tmp_path / "start")
     with pytest.raises(ValueError, match="no Hugging Face folder"):
         import_model(tmp_path, tmp_path / "start")
+    assert not (tmp_path / "start").exists()
+
+
+DAMAGE = {
+    "cut": ("model.safetensors", lambda file: file.write_bytes(file.read_bytes()[:-10])),
+    "empty": ("model.safetensors", lambda file: file.write_bytes(b"")),
+    "missing": ("model.safetensors", Path.unlink),
+    "no_json": ("config.json", lambda file: file.write_text("{")),
+    "other_kind": ("config.json", lambda file: file.write_text('{"model_type": "llama"}')),
+    "other_shape": (
+        "config.json",
+        lambda file: file.write_text(
+            file.read_text().replace('"vocab_size": 61', '"vocab_size": 60')
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "damage"), DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_folder_is_named(tmp_path, name, damage):
+    to_hugging_face(tiny_model(VARIANTS["s_lr"])).save_pretrained(tmp_path / "hf")
+    damage(tmp_path / "hf" / name)
+    with pytest.raises(ValueError, match=re.escape(str(tmp_path / "hf"))):
+        import_model(tmp_path / "hf", tmp_path / "start")
+    with pytest.raises(ValueError, match=re.escape(str(tmp_path / "hf"))):
+        evaluate(tmp_path / "hf", EvaluateConfig())
     assert not (tmp_path / "start").exists()
 
 

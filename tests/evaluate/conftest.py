@@ -62,8 +62,10 @@ def make_folder(make_run, tmp_path) -> MakeFolder:
         with torch.no_grad():
             for parameter in model.model.residual.parameters():
                 parameter.add_(torch.randn(parameter.shape, generator=source))
-        save_checkpoint(RunFolder(config).checkpoints, 1, model, [], keep=1)
-        return Path(config.out)
+        folder = RunFolder(config)
+        folder.start(1)
+        save_checkpoint(folder.checkpoints, 1, model, [], keep=1)
+        return folder.path
 
     return make
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.optim import Optimizer
 
@@ -130,34 +131,57 @@ def test_failed_write_leaves_the_checkpoints_before_it(tmp_path, monkeypatch):
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step_00000001"]
 
 
-@pytest.mark.parametrize("lost", [".metadata", "__0_0.distcp"])
-def test_checkpoint_with_a_missing_file_is_refused(tmp_path, lost):
-    model, optimizers = setting("prenorm", steps=1)
-    path = save_checkpoint(tmp_path, 1, model, optimizers, keep=1)
-    (path / lost).unlink()
+def assert_refused(
+    path: Path, model: CausalLM, optimizers: list[Optimizer], *, reason: str
+) -> None:
+    """Expect one line that names the checkpoint and the reason, from both ways to load it."""
     for load in (
         lambda: load_checkpoint(path, model, optimizers),
         lambda: load_weights(path, model),
     ):
-        with pytest.raises(ValueError, match="step_00000001 cannot be loaded into this model"):
+        with pytest.raises(ValueError, match=reason) as raised:
             load()
+        lines = str(raised.value).splitlines()
+        assert len(lines) == 1
+        assert lines[0].startswith(f"{path} cannot be loaded into this model: ")
+        assert isinstance(raised.value.__cause__, CheckpointException)
+
+
+DAMAGE = {
+    "missing": Path.unlink,
+    "empty": lambda file: file.write_bytes(b""),
+    "cut": lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]),
+    "zeros": lambda file: file.write_bytes(bytes(file.stat().st_size)),
+    "text": lambda file: file.write_bytes(b"hello world"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        (".metadata", "AssertionError: metadata is None"),
+        ("__0_0.distcp", "(FileNotFound|EOF|Runtime|Unpickling)Error"),
+    ],
+)
+def test_damaged_checkpoint_is_refused_in_one_line(tmp_path, name, reason, damage):
+    model, optimizers = setting("prenorm", steps=1)
+    path = save_checkpoint(tmp_path, 1, model, optimizers, keep=1)
+    DAMAGE[damage](path / name)
+    assert_refused(path, model, optimizers, reason=reason)
 
 
 @pytest.mark.parametrize(
-    "other",
+    ("other", "reason"),
     [
-        {"variant": "attn_res_full"},  # lacks the routing of the other
-        {"hidden_size": 64},  # other shapes
+        ({"variant": "attn_res_full"}, r"Missing key .*model\.residual\.query"),
+        ({"hidden_size": 64}, r"Size mismatch .*\[61, 32\].*\[61, 64\].*embed_tokens\.weight"),
     ],
 )
-def test_checkpoint_of_another_model_is_refused(tmp_path, other):
+def test_checkpoint_of_another_model_is_refused(tmp_path, other, reason):
     model, optimizers = setting("prenorm", steps=1)
     path = save_checkpoint(tmp_path, 1, model, optimizers, keep=1)
-    another = setting(**{"variant": "prenorm", **other})
-    with pytest.raises(ValueError, match="step_00000001 cannot be loaded into this model"):
-        load_checkpoint(path, *another)
-    with pytest.raises(ValueError, match="step_00000001 cannot be loaded into this model"):
-        load_weights(path, another[0])
+    assert_refused(path, *setting(**{"variant": "prenorm", **other}), reason=reason)
 
 
 @pytest.mark.parametrize("mode", ["sublayer", "model"])

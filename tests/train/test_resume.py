@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from depthroute.cli import main
 from depthroute.config import dump
-from depthroute.train import RunConfig, train
+from depthroute.train import RunConfig, load_model, train
 from depthroute.train.checkpoint import list_checkpoints
 from depthroute.train.report import Reporter
 
@@ -213,6 +214,82 @@ def test_folder_of_other_settings_is_refused_and_the_change_named(make_run):
     with pytest.raises(ValueError, match=r"model\.residual\.key\.rank was 8, is not set"):
         train(make_run("train.steps=1", "model.residual.name=prenorm"))
     assert contents(Path(config.out)) == before
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ("train.init_from=nowhere", r"^train\.init_from: there is no folder nowhere$"),
+        ("data.context=100000", "context"),
+        pytest.param(
+            "train.device=cuda",
+            "torch sees no CUDA device",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="needs no CUDA"),
+        ),
+    ],
+)
+def test_start_that_fails_leaves_no_run(make_run, mistake, message):
+    more = ("train.steps=1", "data.val_tokens=100000")
+    with pytest.raises(ValueError, match=message):
+        train(make_run(*more, mistake))
+    assert not Path(make_run().out).exists()
+    assert train(make_run(*more)).step == 1
+
+
+def test_weights_that_do_not_fit_leave_no_run(make_run, tmp_path):
+    other = train(make_run("train.steps=1", f"out={tmp_path / 'other'}", "model.hidden_size=32"))
+    with pytest.raises(ValueError, match=r"step_00000001 cannot be loaded .*Size mismatch"):
+        train(make_run("train.steps=1", f"train.init_from={other.path}"))
+    assert not Path(make_run().out).exists()
+
+
+def test_source_of_the_weights_is_looked_for_before_a_model_is_built(make_run, monkeypatch):
+    monkeypatch.setattr("depthroute.train.trainer.CausalLM", None)  # building one would fail
+    with pytest.raises(ValueError, match=r"train\.init_from: there is no folder nowhere"):
+        train(make_run("train.init_from=nowhere"))
+
+
+def test_run_that_started_continues_without_the_source_of_its_weights(make_run, tmp_path):
+    source = train(make_run("train.steps=1", f"out={tmp_path / 'source'}")).path
+    config = make_run("train.save_every=1", f"train.init_from={source}")
+    assert train(config, reporter=StopAt(config, "step 2/6")).step < 6
+    shutil.rmtree(source)
+    assert train(config).step == 6
+
+
+def test_run_from_before_a_setting_existed_continues(make_run):
+    config = make_run("train.save_every=1")
+    assert train(config, reporter=StopAt(config, "step 2/6")).step < 6
+    file = Path(config.out) / "config.toml"
+    text = file.read_text()
+    older = text.replace("deterministic = false\n", "").replace("keep_checkpoints = 2\n", "")
+    assert len(older.splitlines()) == len(text.splitlines()) - 2
+    file.write_text(older)
+    only = r"Changed: train\.deterministic was False, is True$"
+    with pytest.raises(ValueError, match=only):
+        train(make_run("train.save_every=1", "train.deterministic=true"))
+    assert file.read_text() == older
+    assert train(config).step == 6
+    assert file.read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("steps = = 3", r"run/config\.toml: not a TOML file"),
+        ("future = 1", r"the settings of the run in .*run cannot be read: future: unknown key"),
+    ],
+)
+def test_settings_that_cannot_be_read_are_named(make_run, line, message):
+    config = make_run("train.steps=1")
+    file = train(config).path / "config.toml"
+    damaged = f"{line}\n{file.read_text()}"
+    file.write_text(damaged)
+    with pytest.raises(ValueError, match=message):
+        train(config)
+    with pytest.raises(ValueError, match=message):
+        load_model(file.parent)
+    assert file.read_text() == damaged
 
 
 def test_dataset_that_is_not_there_says_how_to_make_it(make_run, tmp_path):

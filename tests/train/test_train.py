@@ -1,4 +1,5 @@
 import json
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 from depthroute.data import Batch, TokenDataset, TokenLoader, TokenWriter
 from depthroute.models import CausalLM
 from depthroute.nn import Documents
+from depthroute.ops import backend
 from depthroute.optim import schedule_factor
 from depthroute.train import RunConfig, load_model, train, trainer
 from depthroute.train.checkpoint import list_checkpoints
@@ -247,17 +249,33 @@ def test_complete_run_is_read_from_its_folder(make_run, monkeypatch):
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.parametrize("lost", ["all", "the last line"])
+@pytest.mark.parametrize("lost", ["all", "the last line", "the end of the last line"])
 def test_complete_run_that_lost_its_result_is_validated_again(make_run, lost):
     first = train(make_run())
     file = first.path / "metrics.jsonl"
     if lost == "all":
         file.unlink()
-    else:
+    elif lost == "the last line":
         file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
+    else:
+        file.write_text(file.read_text()[:-20])
     assert train(make_run()) == first
     assert json.loads(file.read_text().splitlines()[-1])["val/loss_nats"] > 0
     assert train(make_run()) == first
+
+
+@pytest.mark.parametrize("scheme", ["attn_res", "prenorm"])
+def test_report_says_once_what_runs_the_reads(scheme, make_run, monkeypatch, capsys):
+    monkeypatch.setattr(backend, "_said", set())
+    logger = logging.getLogger("depthroute.ops")
+    before = logger.level, list(logger.handlers)
+    train(make_run("train.device=cpu", f"model.residual.name={scheme}"))
+    lines = [line for line in capsys.readouterr().out.splitlines() if " runs in " in line]
+    assert all(line.endswith("runs in plain PyTorch: the tensors are on cpu") for line in lines)
+    routed = ["depth_attend", "depth_merge"] if scheme == "attn_res" else []
+    names = [line.partition(" runs in ")[0] for line in lines]
+    assert sorted(names) == [*routed, "the block schedule"]
+    assert (logger.level, logger.handlers) == before
 
 
 @pytest.mark.parametrize("wanted", [True, False])

@@ -5,6 +5,8 @@ from importlib.util import find_spec
 
 import torch
 
+from depthroute.ops.backend import describe_backend
+from depthroute.train.config import placement
 from depthroute.train.run import environment
 
 _OPTIONAL = {
@@ -24,7 +26,8 @@ def report() -> str:
     for index in range(torch.cuda.device_count()):
         found = torch.cuda.get_device_properties(index)
         lines.append(f"cuda:{index}: {found.name}, {found.total_memory / 2**30:.0f} GiB")
-    lines.append("backend of depth reads: reference (PyTorch)")
+    device, _ = placement("auto", "auto")
+    lines.append(f"backend of depth reads: {describe_backend(device)}")
     for package, extra in _OPTIONAL.items():
         lines.append(f"{package}: {_version(package, extra)}")
     return "\n".join(lines)

@@ -1,5 +1,8 @@
 """What `depthroute generate` does."""
 
+import difflib
+import re
+
 import torch
 
 from depthroute.config import config_dataclass
@@ -17,6 +20,13 @@ class GenerateConfig:
     top_k: int | None = 50
     top_p: float = 1.0
     seed: int | None = None
+
+
+def looks_like_setting(word: str) -> bool:
+    """Tell whether a word is `key=value` with the name of a setting, or one close to it."""
+    found = re.fullmatch(r"(\w+)=\S*", word)
+    known = GenerateConfig.__dataclass_fields__
+    return found is not None and bool(difflib.get_close_matches(found[1], known))
 
 
 def sample(run: str, prompt: str, config: GenerateConfig) -> str:

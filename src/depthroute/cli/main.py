@@ -91,9 +91,9 @@ def generate(
 
     Example: depthroute generate runs/demo/s_lr-seed0 "def main" tokens=50 temperature=0
     """
-    from depthroute.cli.generate import GenerateConfig, sample
+    from depthroute.cli.generate import GenerateConfig, looks_like_setting, sample
 
-    if "=" in prompt and prompt.partition("=")[0] in GenerateConfig.__dataclass_fields__:
+    if looks_like_setting(prompt):
         prompt, settings = "", [prompt, *(settings or [])]
     _say(sample(run, prompt, load(GenerateConfig, None, settings or [])))
 
@@ -142,7 +142,7 @@ def evaluate(
 ) -> None:
     """Measure the loss of a run's newest checkpoint or an exported model, and accuracy on tasks.
 
-    Example: depthroute evaluate runs/four tokens=1000000 tasks=paper8 compare_with=runs/demo
+    Example: depthroute evaluate runs/four tasks=paper8 compare_with=runs/demo/prenorm-seed0
     """
     from depthroute.cli.evaluate import run as measure
     from depthroute.evaluate import EvaluateConfig
@@ -178,10 +178,10 @@ def account(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command; a mistake of the user's is one clear message and exit status 2."""
+    """Run the command; what the user can mend is one clear message and exit status 2."""
     try:
         app(args=None if arguments is None else list(arguments))
-    except (ValueError, FileNotFoundError, FileExistsError, ImportError, ArithmeticError) as error:
+    except (ValueError, OSError, ImportError, ArithmeticError) as error:
         Console(stderr=True, highlight=False, soft_wrap=True).print(
             f"depthroute: {error}", markup=False
         )

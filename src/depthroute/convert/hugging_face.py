@@ -94,8 +94,8 @@ def load_shell(folder: str | Path) -> Any:
         folder: A local folder that `save_pretrained` or `depthroute export` wrote.
 
     Raises:
-        ValueError: The folder holds another architecture, or its tensors are not exactly those of
-            its config.
+        ValueError: A file is missing or damaged, or the folder holds another architecture, or its
+            tensors are not exactly those of its config.
         ImportError: transformers is not installed.
     """
     from depthroute.models.hf import DepthRouteForCausalLM
@@ -103,10 +103,19 @@ def load_shell(folder: str | Path) -> Any:
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} is no Hugging Face folder: it has no config.json")
-    with without_bars():
-        shell, info = DepthRouteForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, output_loading_info=True, local_files_only=True
-        )
+    from safetensors import SafetensorError  # which transformers brings
+
+    try:
+        with without_bars():
+            shell, info = DepthRouteForCausalLM.from_pretrained(
+                folder,
+                dtype=torch.float32,
+                output_loading_info=True,
+                local_files_only=True,
+                ignore_mismatched_sizes=True,  # reported below, with the others
+            )
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ValueError(f"{folder} cannot be loaded: {error}") from error
     wrong = {kind: sorted(map(str, info[kind])) for kind in info if info[kind]}
     if wrong:
         raise ValueError(f"the tensors in {folder} do not fit its config.json: {wrong}")

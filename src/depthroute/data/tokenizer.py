@@ -87,7 +87,8 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
         return HuggingFaceTokenizer(path.read_text(encoding="utf-8"))
     raise ValueError(
         f'tokenizer must be "bytes", "tiktoken:NAME", "tiktoken:FILE", the path of a '
-        f'tokenizer.json or a folder with a saved tokenizer, got "{spec}"'
+        f"tokenizer.json, a folder with a saved tokenizer, or where data is prepared "
+        f'"bpe:N", which trains one, got "{spec}"'
     )
 
 

@@ -48,34 +48,23 @@ def use_backend(backend: Backend) -> Iterator[None]:
         _setting = before
 
 
+def describe_backend(device: torch.device) -> str:
+    """Say what runs the reads of tensors on a device, and why if it is not the kernels.
+
+    Single reads that the kernels do not support run in plain PyTorch on every device.
+    """
+    reason = _against_device(device)
+    return f"plain PyTorch, since {reason}" if reason else "Triton kernels"
+
+
 def runs_in_triton(op: str, read: Read) -> bool:
     """Decide for one call of an op, and log each decision once.
 
     Raises:
         ValueError: The backend is "triton" and the kernels do not support the read.
     """
-    reason = "the backend is set so" if _setting == "reference" else _unsupported(read)
-    if _setting == "triton" and reason:
-        raise ValueError(f'{op} cannot run with backend "triton": {reason}')
-    report(op, reason, _setting == "auto" and read.values[0].is_cuda)
-    return not reason
-
-
-def report(op: str, reason: str, kernels_expected: bool = True) -> None:
-    """Log once what runs an op: the kernels, or plain PyTorch for a reason."""
-    if reason:
-        level = logging.WARNING if kernels_expected else logging.INFO
-        _log_once(f"{op} runs in plain PyTorch: {reason}", level)
-    else:
-        _log_once(f"{op} runs in Triton kernels", logging.INFO)
-
-
-def _log_once(message: str, level: int) -> None:
-    if torch.compiler.is_compiling():
-        from depthroute.ops.traced import log
-    else:
-        log = log_once
-    log(message, level)
+    reason = _against_device(read.values[0].device) or _unsupported_read(read)
+    return _decide(op, read.values[0], reason)
 
 
 def fuses(value: Tensor, apart: str = "") -> bool:
@@ -90,20 +79,20 @@ def fuses(value: Tensor, apart: str = "") -> bool:
     Raises:
         ValueError: The backend is "triton" and no kernels support the tensor.
     """
-    op = "the block schedule"
-    if _setting == "reference":
-        reason = "the backend is set so"
-    elif _setting == "auto" and value.device.type != "cuda":
-        reason = f"the tensors are on {value.device.type}"
-    else:
-        reason = _unsupported_device(value.device) or _unsupported_value(value)
-    if _setting == "triton" and reason:
-        raise ValueError(f'{op} cannot run with backend "triton": {reason}')
+    reason = _against_device(value.device) or _unsupported_value(value)
     if apart and not reason:
         _log_once(f"depth reads run one by one: {apart}", logging.INFO)
         return False
-    report(op, reason, _setting == "auto" and value.is_cuda)
-    return not reason
+    return _decide("the block schedule", value, reason)
+
+
+def report(op: str, reason: str, kernels_expected: bool = True) -> None:
+    """Log once what runs an op: the kernels, or plain PyTorch for a reason."""
+    if reason:
+        level = logging.WARNING if kernels_expected else logging.INFO
+        _log_once(f"{op} runs in plain PyTorch: {reason}", level)
+    else:
+        _log_once(f"{op} runs in Triton kernels", logging.INFO)
 
 
 def log_once(message: str, level: int) -> None:
@@ -113,12 +102,29 @@ def log_once(message: str, level: int) -> None:
         _logger.log(level, message)
 
 
-def _unsupported(read: Read) -> str:
-    """Return why the kernels cannot run a read, or nothing."""
-    device = read.values[0].device
+def _decide(op: str, value: Tensor, reason: str) -> bool:
+    """Log what runs an op, and return whether it is the kernels."""
+    if _setting == "triton" and reason:
+        raise ValueError(f'{op} cannot run with backend "triton": {reason}')
+    report(op, reason, _setting == "auto" and value.is_cuda)
+    return not reason
+
+
+def _log_once(message: str, level: int) -> None:
+    if torch.compiler.is_compiling():
+        from depthroute.ops.traced import log
+    else:
+        log = log_once
+    log(message, level)
+
+
+def _against_device(device: torch.device) -> str:
+    """Return why the kernels do not run on a device by the present setting, or nothing."""
+    if _setting == "reference":
+        return "the backend is set so"
     if _setting == "auto" and device.type != "cuda":  # nor in the interpreter, which is slow
         return f"the tensors are on {device.type}"
-    return _unsupported_device(device) or _unsupported_read(read)
+    return _unsupported_device(device)
 
 
 def _unsupported_device(device: torch.device) -> str:

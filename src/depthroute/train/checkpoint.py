@@ -4,6 +4,7 @@ import os
 import random
 import re
 import shutil
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -67,8 +68,10 @@ def newest_checkpoint(run: Path) -> Path:
     """Return the newest complete checkpoint of a run folder.
 
     Raises:
-        ValueError: It has none.
+        ValueError: It has none, or does not exist.
     """
+    if not run.is_dir():
+        raise ValueError(f"there is no folder {run}")
     found = list_checkpoints(run / "checkpoints")
     if not found:
         raise ValueError(f"{run} has no checkpoint yet")
@@ -113,7 +116,15 @@ def _load(path: Path, state: dict[str, Any]) -> None:
         try:
             dcp.load(state, checkpoint_id=path, no_dist=True)
         except (dcp.api.CheckpointException, RuntimeError, ValueError, OSError) as error:
-            raise ValueError(f"{path} cannot be loaded into this model: {error}") from error
+            reason = _reason(error)
+            raise ValueError(f"{path} cannot be loaded into this model: {reason}") from error
+
+
+def _reason(error: BaseException) -> str:
+    """Return the first line of an error; of those that torch gathers, the first one's."""
+    if isinstance(error, dcp.api.CheckpointException):  # its own text has every traceback
+        error, _ = next(iter(error.failures.values()))
+    return traceback.format_exception_only(error)[0].splitlines()[0]
 
 
 def _state(model: nn.Module, optimizers: list[Optimizer], step: int) -> dict[str, Any]:

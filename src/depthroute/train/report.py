@@ -1,6 +1,9 @@
 """What a person sees of a run: a bar on a terminal, plain lines elsewhere."""
 
+import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
@@ -57,3 +60,27 @@ class Reporter:
             self.bar.update(self.task, completed=step, numbers=numbers)
         else:
             self.say(f"{self.title} step {step}/{self.steps} {numbers}")
+
+
+class _ReportHandler(logging.Handler):
+    """Says log records in a report."""
+
+    def __init__(self, report: Reporter) -> None:
+        super().__init__()
+        self.report = report
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.report.say(record.getMessage())
+
+
+@contextmanager
+def reported(logger: logging.Logger, report: Reporter) -> Iterator[None]:
+    """Say in a report what a logger says within the block, from level INFO on."""
+    handler, level = _ReportHandler(report), logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import depthroute
-from depthroute.config import dump, load
+from depthroute.config import ConfigError, dump, load
 from depthroute.data import TokenDataset
 from depthroute.files import write_text
 from depthroute.models import CausalLM
@@ -28,33 +28,41 @@ from depthroute.train.checkpoint import (
 from depthroute.train.config import RunConfig
 from depthroute.train.validate import Validation
 
+_SETTINGS = "config.toml"
+
 
 class RunFolder:
     """One run on disk.
+
+    Nothing is written before `start`.
 
     Args:
         config: The resolved config of the run.
 
     Raises:
-        ValueError: The folder holds a run of another config.
+        ValueError: The folder holds a run of another config, or one that cannot be read.
     """
 
     def __init__(self, config: RunConfig) -> None:
+        self.config = config
         self.path = Path(config.out)
         self.checkpoints = self.path / "checkpoints"
         self.metrics = self.path / "metrics.jsonl"
-        settings = self.path / "config.toml"
-        text = dump(config)
-        if settings.exists() and settings.read_text() != text:
+        # as settings, not as text: a run may be older than a setting, which then has its default
+        if (self.path / _SETTINGS).exists() and (held := load_settings(self.path)) != config:
             raise ValueError(
                 f"{self.path} holds a run with other settings; delete it or set another out. "
-                f"Changed: {_changes(settings.read_text(), text)}"
+                f"Changed: {_changes(held, config)}"
             )
-        self.checkpoints.mkdir(parents=True, exist_ok=True)
-        write_text(settings, text)
 
     def start(self, step: int) -> None:
-        """Note where it runs; forget metrics of a killed run's steps beyond its checkpoint."""
+        """Make the folder, or take it up again at a step.
+
+        Notes the settings and where it runs; forgets metrics of a killed run's steps beyond its
+        checkpoint.
+        """
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        write_text(self.path / _SETTINGS, dump(self.config))
         write_text(self.path / "environment.json", json.dumps(environment(), indent=1) + "\n")
         lines = self.metrics.read_text().splitlines() if self.metrics.exists() else []
         kept = [line for line in map(_parse, lines) if line and line["step"] <= step]
@@ -77,9 +85,12 @@ class RunFolder:
 
     @staticmethod
     def read(folder: Path) -> list[dict[str, Any]]:
-        """Return the metrics of a run folder, one record per step or validation."""
+        """Return the metrics of a run folder, one record per step or validation.
+
+        A line that a kill cut short counts for nothing.
+        """
         lines = (folder / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
+        return [record for record in map(_parse, lines) if record]
 
 
 def open_dataset(path: str) -> TokenDataset:
@@ -113,12 +124,15 @@ def load_settings(folder: str | Path) -> RunConfig:
     """Return the resolved settings of a run.
 
     Raises:
-        ValueError: The folder is no run.
+        ValueError: The folder is no run, or its settings cannot be read.
     """
-    file = Path(folder) / "config.toml"
+    file = Path(folder) / _SETTINGS
     if not file.exists():
-        raise ValueError(f"{folder} is no run folder: it has no config.toml")
-    return load(RunConfig, file)
+        raise ValueError(f"{folder} is no run folder: it has no {_SETTINGS}")
+    try:
+        return load(RunConfig, file)
+    except ConfigError as error:
+        raise ValueError(f"the settings of the run in {folder} cannot be read: {error}") from error
 
 
 def load_model(folder: str | Path, *, device: torch.device | str = "cpu") -> CausalLM:
@@ -152,9 +166,9 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _changes(old: str, new: str) -> str:
-    """Say which settings differ between two TOML texts."""
-    before, after = (dict(_settings(tomllib.loads(text), "")) for text in (old, new))
+def _changes(old: RunConfig, new: RunConfig) -> str:
+    """Say which settings differ."""
+    before, after = (dict(_settings(tomllib.loads(dump(one)), "")) for one in (old, new))
     return "; ".join(
         f"{key} was {before.get(key, 'not set')}, is {after.get(key, 'not set')}"
         for key in {**before, **after}

@@ -1,5 +1,6 @@
 """The training loop."""
 
+import logging
 import math
 import random
 import time
@@ -32,7 +33,7 @@ from depthroute.train.checkpoint import (
 from depthroute.train.config import RunConfig
 from depthroute.train.determinism import determinism
 from depthroute.train.memory import PeakMemory
-from depthroute.train.report import Reporter
+from depthroute.train.report import Reporter, reported
 from depthroute.train.run import RunFolder, open_dataset, resolve
 from depthroute.train.signals import StopRequest
 from depthroute.train.validate import Validation, batch_loss, validate
@@ -69,13 +70,15 @@ def train(config: RunConfig, *, reporter: Reporter | None = None) -> RunResult:
     folder = RunFolder(config)
     if finished := folder.finished(config.train.steps):
         return RunResult(folder.path, config.train.steps, finished, None)
+    initial = _initial_checkpoint(folder)
     with (
         reporter or Reporter(folder.path.name, config.train.steps) as report,
+        reported(logging.getLogger("depthroute.ops"), report),  # what runs the reads, once
         StopRequest() as stop,
         determinism(config.train.deterministic),
     ):
         trainer = _Trainer(config, dataset)
-        step = trainer.resume(folder, report)
+        step = trainer.resume(folder, initial, report)
         folder.start(step)
         validation = stopped_by = None
         while step < config.train.steps and stopped_by is None:
@@ -95,13 +98,7 @@ def train(config: RunConfig, *, reporter: Reporter | None = None) -> RunResult:
                     folder.log([validation.record(step)])
                     report.say(_describe(report.title, step, validation))
                 if saving:
-                    save_checkpoint(
-                        folder.checkpoints,
-                        step,
-                        trainer.model,
-                        trainer.optimizers,
-                        keep=config.train.keep_checkpoints,
-                    )
+                    trainer.save(folder, step)
         if step < config.train.steps:
             validation = None
         elif validation is None:  # complete, but what it measured is lost
@@ -136,22 +133,27 @@ class _Trainer:
         self.pending: list[dict[str, Any]] = []
         self.flushed_at = time.perf_counter()
 
-    def resume(self, folder: RunFolder, report: Reporter) -> int:
-        """Announce the run, load its newest checkpoint, if any, and return the step."""
+    def resume(self, folder: RunFolder, initial: Path | None, report: Reporter) -> int:
+        """Announce the run, load its newest checkpoint or an initial one, and return the step."""
         count = sum(p.numel() for p in self.model.parameters())
         report.say(f"{count:,} parameters on {self.device}\n{format_groups(self.groups)}")
         step = 0
         if found := list_checkpoints(folder.checkpoints):
             step = load_checkpoint(found[-1], self.model, self.optimizers)
             report.say(f"continuing {folder.path} at step {step}")
-        elif source := self.config.train.init_from:
-            load_weights(newest_checkpoint(Path(source)), self.model)
-            report.say(f"starting with the weights of {source}")
+        elif initial is not None:
+            load_weights(initial, self.model)
+            report.say(f"starting with the weights of {self.config.train.init_from}")
         if self.config.train.compile != "none":
             report.say("compiling: the first step takes a while")
             compile_model(self.model, self.config.train.compile)
         self.flushed_at = time.perf_counter()
         return step
+
+    def save(self, folder: RunFolder, step: int) -> None:
+        """Write the checkpoint after `step` steps."""
+        keep = self.config.train.keep_checkpoints
+        save_checkpoint(folder.checkpoints, step, self.model, self.optimizers, keep=keep)
 
     def step(self, step: int) -> None:
         """Do one optimiser step."""
@@ -244,6 +246,21 @@ class _Trainer:
             mask_documents=config.data.mask_documents,
             chunk_tokens=config.train.loss_chunk_tokens,
         )
+
+
+def _initial_checkpoint(folder: RunFolder) -> Path | None:
+    """Return the checkpoint of `init_from`, if the run is to start with one.
+
+    Raises:
+        ValueError: There is none.
+    """
+    source = folder.config.train.init_from
+    if source is None or list_checkpoints(folder.checkpoints):
+        return None
+    try:
+        return newest_checkpoint(Path(source))
+    except ValueError as error:
+        raise ValueError(f"train.init_from: {error}") from error
 
 
 def _due(step: int, every: int) -> bool:
