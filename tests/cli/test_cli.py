@@ -169,7 +169,7 @@ def test_evaluate_says_the_loss_of_a_run(call, run_file, tmp_path):
     assert_mistake(call("evaluate", tmp_path / "none"), "none is neither a run folder")
     assert_mistake(
         call("evaluate", tmp_path / "run", "include_path=nowhere"),
-        "include_path: there is no folder nowhere",
+        "include_path must be a folder, got nowhere",
     )
 
 

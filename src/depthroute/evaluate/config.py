@@ -64,7 +64,7 @@ class EvaluateConfig:
         if self.tokens != "all" and self.tokens < 0:
             raise ValueError(f'tokens must be "all" or >= 0, got {self.tokens}')
         if self.include_path is not None and not Path(self.include_path).is_dir():
-            raise ValueError(f"include_path: there is no folder {self.include_path}")
+            raise ValueError(f"include_path must be a folder, got {self.include_path}")
         if self.tokens == 0 and not self.task_names:
             raise ValueError("nothing to measure: tokens is 0 and there are no tasks")
         if len(set(self.task_names)) < len(self.task_names) or "" in self.task_names:

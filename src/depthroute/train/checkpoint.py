@@ -114,8 +114,10 @@ def _load(path: Path, state: dict[str, Any]) -> None:
     """Fill a state in place from a checkpoint."""
     with _single_process():
         try:
+            dcp.FileSystemReader(path).read_metadata()  # where this fails, dcp.load logs tracebacks
             dcp.load(state, checkpoint_id=path, no_dist=True)
-        except (dcp.api.CheckpointException, RuntimeError, ValueError, OSError) as error:
+        # a damaged pickle raises anything, and what torch gathers errors in is no Exception
+        except (dcp.api.CheckpointException, Exception) as error:
             reason = _reason(error)
             raise ValueError(f"{path} cannot be loaded into this model: {reason}") from error
 
