@@ -1,3 +1,4 @@
+import copy
 import logging
 import random
 from pathlib import Path
@@ -178,6 +179,16 @@ def test_checkpoint_of_another_model_is_refused(tmp_path, other, reason):
     model, optimizers = setting("prenorm", steps=1)
     path = save_checkpoint(tmp_path, 1, model, optimizers, keep=1)
     assert_refused(path, *setting(**{"variant": "prenorm", **other}), reason=reason)
+
+
+def test_weights_that_a_model_has_no_place_for_are_refused(tmp_path):
+    model, optimizers = setting("attn_res_full", steps=1)
+    path = save_checkpoint(tmp_path, 1, model, optimizers, keep=1)
+    other, _ = setting("prenorm")
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(ValueError, match=r"the model lacks model\.model\.residual\.query"):
+        load_weights(path, other)
+    assert all(torch.equal(x, before[name]) for name, x in other.state_dict().items())
 
 
 @pytest.mark.parametrize("mode", ["sublayer", "model"])

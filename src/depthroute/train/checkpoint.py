@@ -103,7 +103,7 @@ def load_weights(path: Path, model: nn.Module) -> None:
     """Restore the weights of a checkpoint, without its optimisers.
 
     Raises:
-        ValueError: The checkpoint lacks something, or holds tensors of other shapes.
+        ValueError: The checkpoint lacks something, or holds tensors of other shapes, or others.
     """
     state = {"model": model.state_dict()}
     _load(path, state)
@@ -112,9 +112,13 @@ def load_weights(path: Path, model: nn.Module) -> None:
 
 def _load(path: Path, state: dict[str, Any]) -> None:
     """Fill a state in place from a checkpoint."""
+    names = {f"model.{name}" for name in state["model"]}
     with _single_process():
         try:
-            dcp.FileSystemReader(path).read_metadata()  # where this fails, dcp.load logs tracebacks
+            # first: where this fails, dcp.load logs tracebacks; and it passes over what is too much
+            held = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+            if others := sorted(n for n in held if n.startswith("model.") and n not in names):
+                raise ValueError(f"the model lacks {', '.join(others)}")
             dcp.load(state, checkpoint_id=path, no_dist=True)
         # a damaged pickle raises anything, and what torch gathers errors in is no Exception
         except (dcp.api.CheckpointException, Exception) as error:
