@@ -21,13 +21,19 @@ class Read(NamedTuple):
     out_norm_eps: float | None = None  # of the norm of the output, if there is one
 
 
-def floating(name: str, x: object) -> Tensor:
-    """Check that an argument is a tensor of a floating dtype."""
+def tensor(name: str, x: object) -> Tensor:
+    """Check that an argument is a tensor."""
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
-    if not x.is_floating_point():
-        raise ValueError(f"{name} must be a floating tensor, got {x.dtype}")
     return x
+
+
+def floating(name: str, x: object) -> Tensor:
+    """Check that an argument is a tensor of a floating dtype."""
+    given = tensor(name, x)
+    if not given.is_floating_point():
+        raise ValueError(f"{name} must be a floating tensor, got {given.dtype}")
+    return given
 
 
 def number(name: str, x: object) -> float:
@@ -129,8 +135,7 @@ def keys_of(keys: Sequence[Tensor] | Tensor, values: tuple[Tensor, ...], rank: i
 
 def queries(query: Tensor, like: Tensor) -> Tensor:
     """Check the query and return it as `[Q, R]`."""
-    if not isinstance(query, Tensor):
-        raise ValueError(f"query must be a tensor, got {type(query).__name__}")
+    tensor("query", query)
     if query.ndim not in (1, 2) or not query.is_floating_point() or not query.numel():
         raise ValueError(
             f"query must be a floating tensor [R] or [Q, R] with Q, R >= 1, "

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from depthroute.ops.checks import check_eps
 from depthroute.ops.scores import accumulation_dtype
 
 
@@ -24,8 +25,7 @@ def rms_norm(x: Tensor, *, eps: float) -> Tensor:
     """
     if not isinstance(x, Tensor) or not x.is_floating_point():
         raise ValueError(f"x must be a floating tensor, got {getattr(x, 'dtype', type(x))}")
-    if not eps > 0:
-        raise ValueError(f"eps must be > 0 (0 gives NaN on zeros), got {eps}")
+    check_eps("eps", eps)
     wide = x.to(accumulation_dtype(x.dtype))
     return (wide * inverse_rms(wide, eps=eps)).to(x.dtype)
 

@@ -26,7 +26,7 @@ from depthroute.ops.kernels.block_layout import (
 from depthroute.ops.kernels.layout import INTERPRETED, power_of_two
 from depthroute.ops.kernels.select import pointer_to
 from depthroute.ops.kernels.separate_keys import scores_bwd
-from depthroute.ops.kernels.split import split
+from depthroute.ops.kernels.split import split, splits
 from depthroute.ops.kernels.sums import sum_programs
 
 
@@ -66,10 +66,11 @@ def read_ahead_bwd(
     alongs = None if norm_rstds is None else torch.empty_like(norm_rstds)
     is_merge = given.lse is not None
     groups = block_layout.source_groups(at.S)
-    grad_query = None if at.separate else rstds.new_empty((len(groups), programs, at.Q, at.R))
     if is_merge:  # the slot takes rows of its own number: programs write zeros to those left over
         programs = min(programs, len(slots[0]))
         grad_query = grads.query.view(1, len(slots[0]), 1, at.R)
+    else:
+        grad_query = None if at.separate else rstds.new_empty((len(groups), programs, at.Q, at.R))
     for start in range(0, at.Q, at.queries_at_once):
         group = slice(start, start + at.queries_at_once)
         count, has_first = len(upstream[group]), given.norm_eps is not None and start == 0
@@ -133,7 +134,7 @@ def read_ahead_bwd(
                 CP=2 * max(8, power_of_two(count)),
                 BD=update.columns,
                 STAGES=update.stages,
-                SPLIT=values[0].dtype == torch.bfloat16 and not INTERPRETED,
+                SPLIT=splits(values[0]),
                 num_warps=update.num_warps,
                 **shared,
             )

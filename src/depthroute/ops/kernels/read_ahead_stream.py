@@ -14,9 +14,9 @@ from torch import Tensor
 from depthroute.ops.block import BlockRead
 from depthroute.ops.kernels import block_layout
 from depthroute.ops.kernels.block_layout import BlockLayout, ReadAhead, contiguous_rows
-from depthroute.ops.kernels.layout import INTERPRETED, power_of_two
+from depthroute.ops.kernels.layout import power_of_two
 from depthroute.ops.kernels.select import pointer_to
-from depthroute.ops.kernels.split import split
+from depthroute.ops.kernels.split import split, splits
 
 
 def read_ahead_stream(given: BlockRead, at: BlockLayout, result: ReadAhead) -> None:
@@ -33,7 +33,7 @@ def read_ahead_stream(given: BlockRead, at: BlockLayout, result: ReadAhead) -> N
             "SP": power_of_two(at.S),
             "BD": launch.columns,
             "STAGES": launch.stages,
-            "SPLIT": values[0].dtype == torch.bfloat16 and not INTERPRETED,
+            "SPLIT": splits(values[0]),
             "num_warps": launch.num_warps,
             **at.constants,
         }

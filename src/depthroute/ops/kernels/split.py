@@ -1,7 +1,16 @@
 """Float32 numbers for tensor cores that multiply bfloat16 ones."""
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from depthroute.ops.kernels.layout import INTERPRETED
+
+
+def splits(source: Tensor) -> bool:
+    """Decide whether what is multiplied with a source is split: where that is exact, and needed."""
+    return source.dtype == torch.bfloat16 and not INTERPRETED
 
 
 @triton.jit
