@@ -16,6 +16,9 @@ _PACKED = torch.contiguous_format
 QUERIES_AT_ONCE = 8
 # of one decoding step
 FEW_TOKENS = 128
+# sources up to which `read_ahead` holds all of a token for several queries of many tokens; more are
+# streamed: read twice, but multiplied by tensor cores
+RESIDENT_FORWARD = 6
 
 
 class BlockLayout(NamedTuple):
@@ -43,6 +46,18 @@ class BlockLayout(NamedTuple):
         names = ("S", "D", "R", "NORM", "SEPARATE")
         values = (self.S, self.D, self.R, self.norm, self.separate)
         return dict(zip(names, values, strict=True))
+
+    @property
+    def score_columns(self) -> int:
+        """Return how many columns scores are made of, the last ones: keys, or what a norm takes."""
+        return self.D if self.norm == "full" else self.R
+
+    @property
+    def streams(self) -> bool:
+        """Decide whether `read_ahead` streams the sources, or holds all of a token's at once."""
+        holds_more = self.T <= FEW_TOKENS or self.Q == 1
+        most = MAX_RESIDENT if holds_more else RESIDENT_FORWARD
+        return most < self.S
 
     @property
     def queries_at_once(self) -> int:
@@ -79,8 +94,13 @@ def ahead_dots(at: BlockLayout) -> Columns:
     return Columns(128, 1, 4) if at.S <= MAX_RESIDENT else Columns(64, 4, 3)
 
 
+def ahead_scores(at: BlockLayout) -> Columns:
+    """Choose the launch of the scores of a streamed `read_ahead`."""
+    return Columns(max(16, min(256, power_of_two(at.score_columns))), 4, 3, programs=2)
+
+
 def ahead_columns(at: BlockLayout) -> Columns:
-    """Choose the launch of the second part, and of both parts of a streamed `read_ahead`."""
+    """Choose the launch of the second part, and of the reads of a streamed `read_ahead`."""
     return Columns(max(16, min(256, power_of_two(at.D))), 4, 3, programs=2)
 
 
@@ -93,9 +113,11 @@ def source_groups(num_sources: int) -> list[slice]:
     return [slice(*cut) for cut in pairwise(cuts)]
 
 
-def column_grid(launch: Columns, at: BlockLayout, device: torch.device) -> tuple[int, int]:
-    """Return the blocks of columns, and the programs for each of them."""
-    columns = -(-at.D // launch.columns)
+def column_grid(
+    launch: Columns, at: BlockLayout, device: torch.device, width: int | None = None
+) -> tuple[int, int]:
+    """Return the blocks of columns, of a width or all, and the programs for each of them."""
+    columns = -(-(width or at.D) // launch.columns)
     return columns, max(1, num_programs(at.T, launch.programs, device) // columns)
 
 
