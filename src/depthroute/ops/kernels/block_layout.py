@@ -53,13 +53,6 @@ class BlockLayout(NamedTuple):
         return self.D if self.norm == "full" else self.R
 
     @property
-    def streams(self) -> bool:
-        """Decide whether `read_ahead` streams the sources, or holds all of a token's at once."""
-        holds_more = self.T <= FEW_TOKENS or self.Q == 1
-        most = MAX_RESIDENT if holds_more else RESIDENT_FORWARD
-        return most < self.S
-
-    @property
     def queries_at_once(self) -> int:
         """Return the queries that a backward pass takes together: most often all."""
         return -(-self.Q // -(-self.Q // QUERIES_AT_ONCE))
@@ -71,6 +64,12 @@ class Rows(NamedTuple):
     num_warps: int
     programs: int = 1  # for each token, which share its queries; or on each processor, in a loop
     max_registers: int | None = None
+
+
+def streams(at: BlockLayout, dtype: torch.dtype) -> bool:
+    """Decide whether `read_ahead` streams the sources, or holds all of a token at once."""
+    gains = at.T > FEW_TOKENS and at.Q > 1 and _on_tensor_cores(dtype)
+    return (RESIDENT_FORWARD if gains else MAX_RESIDENT) < at.S
 
 
 def ahead_forward(at: BlockLayout) -> Rows:
@@ -87,6 +86,7 @@ class Columns(NamedTuple):
     num_warps: int
     stages: int = 1  # loads in flight, of a loop's coming steps
     programs: int = 1  # on each processor, in a loop over tokens
+    max_registers: int | None = None
 
 
 def ahead_dots(at: BlockLayout) -> Columns:
@@ -94,13 +94,23 @@ def ahead_dots(at: BlockLayout) -> Columns:
     return Columns(128, 1, 4) if at.S <= MAX_RESIDENT else Columns(64, 4, 3)
 
 
-def ahead_scores(at: BlockLayout) -> Columns:
+def ahead_scores(at: BlockLayout, dtype: torch.dtype) -> Columns:
     """Choose the launch of the scores of a streamed `read_ahead`."""
-    return Columns(max(16, min(256, power_of_two(at.score_columns))), 4, 3, programs=2)
+    columns = max(16, power_of_two(at.score_columns))
+    if _on_tensor_cores(dtype):
+        return Columns(min(256, columns), 8, 3, 2, max_registers=128)
+    return Columns(min(64, columns), 4, 3, 2)
+
+
+def ahead_reads(at: BlockLayout, dtype: torch.dtype) -> Columns:
+    """Choose the launch of its reads, in tiles of 16 sources."""
+    launch = ahead_columns(at)._replace(programs=4 if at.S <= 16 else 2)
+    # as many as there are: left alone, the compiler spills a few to use still fewer
+    return launch._replace(max_registers=128) if _on_tensor_cores(dtype) else launch
 
 
 def ahead_columns(at: BlockLayout) -> Columns:
-    """Choose the launch of the second part, and of the reads of a streamed `read_ahead`."""
+    """Choose the launch of the second part."""
     return Columns(max(16, min(256, power_of_two(at.D))), 4, 3, programs=2)
 
 
@@ -130,6 +140,11 @@ def site_backward(width: int) -> Rows:
     """Choose the launch of its backward pass."""
     num_warps = _warps(width, 512)
     return Rows(num_warps, max(1, 16 // num_warps), 128)  # all registers of a processor
+
+
+def _on_tensor_cores(dtype: torch.dtype) -> bool:
+    """Decide whether sources are multiplied with float32 factors by tensor cores: see `split`."""
+    return dtype == torch.bfloat16
 
 
 def _warps(numbers: int, of_a_warp: int) -> int:

@@ -23,7 +23,7 @@ def read_ahead_fwd(given: BlockRead) -> ReadAhead:
         return result
     if given.keys is not None:
         scores_fwd(given, result.logits, result.rstds)
-    if at.streams:
+    if block_layout.streams(at, given.values[0].dtype):
         read_ahead_stream(given, at, result)
         return result
     pending = None if given.pending is None else as_rows(given.pending)

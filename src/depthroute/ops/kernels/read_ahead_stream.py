@@ -27,8 +27,9 @@ WEIGHTS = 512
 
 def read_ahead_stream(given: BlockRead, at: BlockLayout, result: ReadAhead) -> None:
     """Launch the forward pass; `result.logits` and `rstds` are there already for separate keys."""
+    assert given.lse is None  # a merge has one query, and few sources: they are held
     values, has_first = _closed(given, at, result.closed), given.norm_eps is not None
-    launch = block_layout.ahead_columns(at)
+    launch = block_layout.ahead_reads(at, values[0].dtype)
     # two tokens if a tile of 16 rows takes the sources of both
     tokens, sources = (2, 8) if at.S <= 8 else (1, 16)
     for start in range(0, at.Q, at.queries_at_once):
@@ -49,6 +50,7 @@ def read_ahead_stream(given: BlockRead, at: BlockLayout, result: ReadAhead) -> N
             STAGES=launch.stages,
             SPLIT=splits(values[0]),
             num_warps=launch.num_warps,
+            maxnreg=launch.max_registers,
         )
     if has_first:
         norm_kernel[(at.T,)](
@@ -73,7 +75,7 @@ def _partial_scores(
     given: BlockRead, at: BlockLayout, values: tuple[Tensor, ...], start: int, count: int
 ) -> Tensor:
     """Return what blocks of columns add, `[blocks, T, S, count + 1]`: scores, then a square."""
-    launch = block_layout.ahead_scores(at)
+    launch = block_layout.ahead_scores(at, values[0].dtype)
     columns, programs = block_layout.column_grid(launch, at, values[0].device, at.score_columns)
     parts = values[0].new_empty((columns, at.T, at.S, count + 1), dtype=torch.float32)
     sources = max(8, power_of_two(at.S))
@@ -92,6 +94,7 @@ def _partial_scores(
         STAGES=launch.stages,
         SPLIT=splits(values[0]),
         num_warps=launch.num_warps,
+        maxnreg=launch.max_registers,
     )
     return parts
 
@@ -107,7 +110,7 @@ def _weights(
     sources, queries = power_of_two(at.S), power_of_two(count)
     tokens = max(1, WEIGHTS // (sources * queries))
     weights_kernel[(triton.cdiv(at.T, tokens),)](
-        *(parts, given.lse, result.lse, result.weights, result.logits, result.rstds),
+        *(parts, result.lse, result.weights, result.logits, result.rstds),
         *(at.T, start, given.rule.eps, given.rule.scale),
         Q=at.Q,
         COUNT=count,
@@ -178,7 +181,7 @@ def partial_scores_kernel(
 
 @triton.jit
 def weights_kernel(
-    parts, old_lse, lse, weights, logits, rstds, num_tokens, start, eps, scale,
+    parts, lse, weights, logits, rstds, num_tokens, start, eps, scale,
     Q: tl.constexpr, COUNT: tl.constexpr, S: tl.constexpr, WIDTH: tl.constexpr, NORM: tl.constexpr,
     PARTS: tl.constexpr, BT: tl.constexpr, SP: tl.constexpr, QP: tl.constexpr,
 ):  # fmt: skip
@@ -200,12 +203,7 @@ def weights_kernel(
         b_r = tl.full([BT, SP], 1.0, tl.float32)
         if NORM != "none":
             b_r = tl.rsqrt(b_square / WIDTH + eps)
-        if old_lse is not None:  # of a read, which has no key
-            b_r = tl.where(o_s == 0, 0.0, b_r)
         b_z *= (b_r * scale)[:, :, None]
-        if old_lse is not None:
-            b_old = tl.load(old_lse + o_t, mask=m_t, other=0.0)
-            b_z = tl.where((o_s == 0)[:, None], b_old[:, None, None], b_z)
         tl.store(rstds + o_i, b_r, mask=m_i)
         tl.store(logits + o_z, b_z, mask=m_z)
     b_z = tl.where(m_s[:, None], b_z, float("-inf"))
