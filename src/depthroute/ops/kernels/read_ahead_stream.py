@@ -29,46 +29,45 @@ def read_ahead_stream(given: BlockRead, at: BlockLayout, result: ReadAhead) -> N
     """Launch the forward pass; `result.logits` and `rstds` are there already for separate keys."""
     assert given.lse is None  # a merge has one query, and few sources: they are held
     values, has_first = _closed(given, at, result.closed), given.norm_eps is not None
-    launch = block_layout.ahead_reads(at, values[0].dtype)
-    # two tokens if a tile of 16 rows takes the sources of both
-    tokens, sources = (2, 8) if at.S <= 8 else (1, 16)
+    launch, sources = block_layout.ahead_reads(at, values[0].dtype), power_of_two(at.S)
     for start in range(0, at.Q, at.queries_at_once):
         count = min(at.queries_at_once, at.Q - start)
         parts = None if at.separate else _partial_scores(given, at, values, start, count)
-        _weights(given, at, parts, result, start, count)
+        shared = {"Q": at.Q, "COUNT": count, "S": at.S}
+        queries = power_of_two(count)
+        tokens = max(1, WEIGHTS // (sources * queries))
+        weights_kernel[(triton.cdiv(at.T, tokens),)](
+            parts, result.lse, result.weights, result.logits, result.rstds,
+            at.T, start, given.rule.eps, given.rule.scale,
+            WIDTH=at.score_columns, NORM=at.norm, PARTS=0 if parts is None else len(parts),
+            BT=tokens, SP=sources, QP=queries, num_warps=1, **shared,
+        )  # fmt: skip
+        tokens = 2 if at.S <= 8 else 1  # of a tile of 16 rows
         mix_kernel[block_layout.column_grid(launch, at, values[0].device)](
-            *(values, result.weights, result.first, result.out, at.T, start),
-            HAS_FIRST=has_first,
-            Q=at.Q,
-            COUNT=count,
-            S=at.S,
-            D=at.D,
-            BT=tokens,
-            QP=16 // tokens,
-            SP=sources,
-            BD=launch.columns,
-            STAGES=launch.stages,
-            SPLIT=splits(values[0]),
-            num_warps=launch.num_warps,
-            maxnreg=launch.max_registers,
-        )
+            values, result.weights, result.first, result.out, at.T, start,
+            HAS_FIRST=has_first, D=at.D, BT=tokens, QP=16 // tokens, SP=16 // tokens,
+            BD=launch.columns, STAGES=launch.stages, SPLIT=splits(values[0]),
+            num_warps=launch.num_warps, maxnreg=launch.max_registers, **shared,
+        )  # fmt: skip
     if has_first:
-        norm_kernel[(at.T,)](
-            *(result.first, result.norm_rstds, given.norm_eps), **_whole_rows(at.D)
-        )
+        norms = (result.first, result.norm_rstds, given.norm_eps)
+        norm_kernel[(at.T,)](*norms, **_whole_rows(at.D))
 
 
 def _closed(given: BlockRead, at: BlockLayout, closed: Tensor | None) -> tuple[Tensor, ...]:
     """Return the sources, the last one complete."""
     values = contiguous_rows(given.values)
-    if closed is None:
+    if given.pending is None:
         return values
-    assert given.pending is not None
-    pending = as_rows(given.pending)
-    close_kernel[(at.T,)](
-        *(values[-1], pending, closed, pending.stride(0), given.share), **_whole_rows(at.D)
-    )
-    return (*values[:-1], closed)
+    rows = as_rows(given.pending)
+    arguments = (values[-1], rows, closed, rows.stride(0), given.share)
+    close_kernel[(at.T,)](*arguments, **_whole_rows(at.D))
+    return (*values[:-1], closed)  # type: ignore[arg-type]
+
+
+def _whole_rows(width: int) -> dict[str, Any]:
+    num_warps = block_layout.site_forward(width).num_warps
+    return {"D": width, "BD": power_of_two(width), "num_warps": num_warps}
 
 
 def _partial_scores(
@@ -80,54 +79,13 @@ def _partial_scores(
     parts = values[0].new_empty((columns, at.T, at.S, count + 1), dtype=torch.float32)
     sources = max(8, power_of_two(at.S))
     partial_scores_kernel[(columns, programs)](
-        *(values, given.query.contiguous(), parts, at.T, start),
-        COUNT=count,
-        S=at.S,
-        D=at.D,
-        R=at.R,
-        WIDTH=at.score_columns,
-        NORM=at.norm,
-        BT=64 // sources,
-        SP=sources,
-        CP=2 * max(8, power_of_two(count)),
-        BD=launch.columns,
-        STAGES=launch.stages,
-        SPLIT=splits(values[0]),
-        num_warps=launch.num_warps,
-        maxnreg=launch.max_registers,
-    )
+        values, given.query.contiguous(), parts, at.T, start,
+        COUNT=count, S=at.S, D=at.D, R=at.R, WIDTH=at.score_columns, NORM=at.norm,
+        BT=64 // sources, SP=sources, CP=2 * max(8, power_of_two(count)), BD=launch.columns,
+        STAGES=launch.stages, SPLIT=splits(values[0]),
+        num_warps=launch.num_warps, maxnreg=launch.max_registers,
+    )  # fmt: skip
     return parts
-
-
-def _weights(
-    given: BlockRead,
-    at: BlockLayout,
-    parts: Tensor | None,
-    result: ReadAhead,
-    start: int,
-    count: int,
-) -> None:
-    sources, queries = power_of_two(at.S), power_of_two(count)
-    tokens = max(1, WEIGHTS // (sources * queries))
-    weights_kernel[(triton.cdiv(at.T, tokens),)](
-        *(parts, result.lse, result.weights, result.logits, result.rstds),
-        *(at.T, start, given.rule.eps, given.rule.scale),
-        Q=at.Q,
-        COUNT=count,
-        S=at.S,
-        WIDTH=at.score_columns,
-        NORM=at.norm,
-        PARTS=0 if parts is None else len(parts),
-        BT=tokens,
-        SP=sources,
-        QP=queries,
-        num_warps=1,
-    )
-
-
-def _whole_rows(width: int) -> dict[str, Any]:
-    num_warps = block_layout.site_forward(width).num_warps
-    return {"D": width, "BD": power_of_two(width), "num_warps": num_warps}
 
 
 @triton.jit
