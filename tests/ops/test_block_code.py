@@ -23,8 +23,8 @@ HELD, STREAMED = {"read_ahead_fwd_kernel"}, {"weights_kernel", "mix_kernel"}
 BACKWARD = {"grad_logits_kernel", "update_kernel", "sum_programs_kernel"}
 SCORES = {"scores_fwd_kernel", "scores_bwd_kernel"}
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # that a program may have
-# stack that phase 1 of five sources has on sm_100, at the 128 registers that ptxas aims for
-AHEAD_STACK_BYTES = 8
+# stack that phase 1 of five and of eight sources has on sm_100, for a few addresses
+AHEAD_STACK_BYTES = 16
 
 
 class Shape(NamedTuple):
@@ -39,16 +39,13 @@ class Shape(NamedTuple):
     closes: bool = True
     merge: bool = False  # of a read with sources that closed since
     tokens: int = 256  # more than a decoding step has
+    streamed: bool = False  # in the forward pass
 
     @property
     def kernels(self) -> set[str]:
-        from depthroute.ops.kernels.block_layout import RESIDENT_FORWARD
-
-        streamed = STREAMED | ({"norm_kernel"} if self.closes else set())
-        streamed |= {"close_kernel"} if self.closes else set()
+        streamed = STREAMED | ({"norm_kernel", "close_kernel"} if self.closes else set())
         streamed |= set() if self.separate else {"partial_scores_kernel"}
-        gains = self.dtype == torch.bfloat16 and self.queries > 1 and self.tokens > 128
-        ahead = HELD if self.sources <= (RESIDENT_FORWARD if gains else 16) else streamed
+        ahead = streamed if self.streamed else HELD
         backward = BACKWARD - ({"sum_programs_kernel"} if self.merge else set())
         return ahead | backward | SITES | (SCORES if self.separate else set())
 
@@ -57,17 +54,17 @@ SHAPES = {
     "eight": Shape(8, 6, 1024, 1024),
     "eight_of_few_tokens": Shape(8, 6, 1024, 1024, tokens=128),
     "five": Shape(5, 6, 1024, 1024),
-    "low_rank": Shape(8, 6, 1024, 128),
+    "low_rank": Shape(8, 6, 1024, 128, streamed=True),
     "twelve_queries": Shape(4, 12, 1024, 1024),
     "head": Shape(9, 1, 1024, 1024),
     "wide": Shape(8, 6, 2048, 2048),
-    "separate": Shape(8, 6, 1024, 32, separate=True),
-    "emitted": Shape(8, 6, 1024, 32, separate=True, key_sum=KeySum(1e-6)),
+    "separate": Shape(8, 6, 1024, 32, separate=True, streamed=True),
+    "emitted": Shape(8, 6, 1024, 32, separate=True, key_sum=KeySum(1e-6), streamed=True),
     "emitted_wide": Shape(4, 6, 2048, 128, separate=True, key_sum=KeySum(1e-6)),
-    "sixteen": Shape(16, 6, 1024, 1024),
-    "nineteen": Shape(19, 6, 1024, 1024),
-    "streamed": Shape(43, 6, 1024, 1024),
-    "streamed_low_rank": Shape(43, 6, 1024, 128),
+    "sixteen": Shape(16, 6, 1024, 1024, streamed=True),
+    "nineteen": Shape(19, 6, 1024, 1024, streamed=True),
+    "streamed": Shape(43, 6, 1024, 1024, streamed=True),
+    "streamed_low_rank": Shape(43, 6, 1024, 128, streamed=True),
     "merge": Shape(6, 1, 1024, 1024, merge=True),
 }
 # every branch at sizes that compile fast
@@ -78,8 +75,10 @@ BRANCHES = {
     "separate_odd": Shape(3, 3, 37, 50, separate=True, norm="none", closes=False),
     "emitted_odd": Shape(3, 3, 37, 50, separate=True, key_sum=KeySum(None), closes=False),
     "most_held": Shape(16, 2, 64, 64, dtype=torch.float32),
-    "most_streamed": Shape(64, 9, 64, 7, dtype=torch.float16, norm="full", closes=False),
-    "streamed_separate": Shape(17, 2, 37, 5, separate=True, dtype=torch.float32),
+    "most_streamed": Shape(
+        64, 9, 64, 7, dtype=torch.float16, norm="full", closes=False, streamed=True
+    ),
+    "streamed_separate": Shape(17, 2, 37, 5, separate=True, dtype=torch.float32, streamed=True),
     "merge_full_norm": Shape(2, 1, 48, 7, norm="full", merge=True),
 }
 

@@ -17,8 +17,8 @@ QUERIES_AT_ONCE = 8
 # of one decoding step
 FEW_TOKENS = 128
 # sources up to which `read_ahead` holds all of a token for several queries of many tokens; more are
-# streamed: read twice, but multiplied by tensor cores
-RESIDENT_FORWARD = 6
+# streamed: read twice, but multiplied by tensor cores. Fewer if scores take few columns or none
+RESIDENT_FORWARD, RESIDENT_FORWARD_LOW_RANK = 8, 6
 
 
 class BlockLayout(NamedTuple):
@@ -68,15 +68,19 @@ class Rows(NamedTuple):
 
 def streams(at: BlockLayout, dtype: torch.dtype) -> bool:
     """Decide whether `read_ahead` streams the sources, or holds all of a token at once."""
-    gains = at.T > FEW_TOKENS and at.Q > 1 and _on_tensor_cores(dtype)
-    return (RESIDENT_FORWARD if gains else MAX_RESIDENT) < at.S
+    if at.T <= FEW_TOKENS or at.Q == 1 or not _on_tensor_cores(dtype):
+        return at.S > MAX_RESIDENT
+    is_low = at.separate or 4 * at.score_columns <= at.D
+    return (RESIDENT_FORWARD_LOW_RANK if is_low else RESIDENT_FORWARD) < at.S
 
 
 def ahead_forward(at: BlockLayout) -> Rows:
     """Choose the launch of `read_ahead`; its programs share the queries of a token."""
     if at.T <= FEW_TOKENS:  # less than fills a device: what counts is how long a program takes
         return Rows(_warps(at.D, 256), at.Q)
-    return Rows(_warps(-(-at.S * power_of_two(at.D) // 6), 1024))
+    num_warps = _warps(-(-at.S * power_of_two(at.D) // 6), 1024)
+    # so few that six programs of two warps fit a processor, or three of four
+    return Rows(num_warps, max_registers=168 if at.S == 8 and num_warps > 1 else None)
 
 
 class Columns(NamedTuple):
@@ -98,7 +102,7 @@ def ahead_scores(at: BlockLayout, dtype: torch.dtype) -> Columns:
     """Choose the launch of the scores of a streamed `read_ahead`."""
     columns = max(16, power_of_two(at.score_columns))
     if _on_tensor_cores(dtype):
-        return Columns(min(256, columns), 8, 3, 2, max_registers=128)
+        return Columns(min(256, columns), 4, 3, 2)
     return Columns(min(64, columns), 4, 3, 2)
 
 

@@ -46,6 +46,7 @@ def read_ahead_fwd(given: BlockRead) -> ReadAhead:
         BD=power_of_two(at.D),
         **at.constants,
         num_warps=launch.num_warps,
+        maxnreg=launch.max_registers,
     )
     return result
 
