@@ -194,7 +194,7 @@ def test_stacks_and_all_their_gradients_equal_float64(stack: Stack, launches: Co
 def test_blocks_of_columns_join(
     num_blocks: int, num_sublayers: int, key: TailKey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(block_layout, "ahead_columns", lambda at: Columns(16, 1, programs=2))
+    monkeypatch.setattr(block_layout, "ahead_updates", lambda at: Columns(16, 1, programs=2))
     config = AttnResConfig(num_blocks=num_blocks, key=key)
     runs = run_thrice(Stack(config, dim=36, num_sublayers=num_sublayers), torch.float32)
     assert_all_close(runs.tested, runs.exact, runs.names, RTOL)

@@ -12,8 +12,8 @@ from depthroute.ops.kernels.layout import power_of_two
 from depthroute.ops.kernels.sources import num_programs
 
 _PACKED = torch.contiguous_format
-# queries whose gradients a backward pass holds at once
-QUERIES_AT_ONCE = 8
+# queries that a streamed forward pass, and a backward pass, take at once
+READS_AT_ONCE, GRADIENTS_AT_ONCE = 8, 12
 # of one decoding step
 FEW_TOKENS = 128
 # sources up to which `read_ahead` holds all of a token for several queries of many tokens; more are
@@ -52,10 +52,10 @@ class BlockLayout(NamedTuple):
         """Return how many columns scores are made of, the last ones: keys, or what a norm takes."""
         return self.D if self.norm == "full" else self.R
 
-    @property
-    def queries_at_once(self) -> int:
-        """Return the queries that a backward pass takes together: most often all."""
-        return -(-self.Q // -(-self.Q // QUERIES_AT_ONCE))
+
+def group_size(num_queries: int, most: int) -> int:
+    """Return the size of as few, equal groups of queries as can be; the last may be smaller."""
+    return -(-num_queries // -(-num_queries // most))
 
 
 class Rows(NamedTuple):
@@ -108,14 +108,20 @@ def ahead_scores(at: BlockLayout, dtype: torch.dtype) -> Columns:
 
 def ahead_reads(at: BlockLayout, dtype: torch.dtype) -> Columns:
     """Choose the launch of its reads, in tiles of 16 sources."""
-    launch = ahead_columns(at)._replace(programs=4 if at.S <= 16 else 2)
-    # as many as there are: left alone, the compiler spills a few to use still fewer
-    return launch._replace(max_registers=128) if _on_tensor_cores(dtype) else launch
+    # as many registers as there are: left alone, the compiler spills a few to use still fewer
+    registers = 128 if _on_tensor_cores(dtype) else None
+    return Columns(_columns(at), 4, 3, 4 if at.S <= 16 else 2, registers)
 
 
-def ahead_columns(at: BlockLayout) -> Columns:
-    """Choose the launch of the second part."""
-    return Columns(max(16, min(256, power_of_two(at.D))), 4, 3, programs=2)
+def ahead_updates(at: BlockLayout) -> Columns:
+    """Choose the launch of the second part of its backward pass."""
+    if group_size(at.Q, GRADIENTS_AT_ONCE) > 8:  # tiles twice as high
+        return Columns(_columns(at), 8, 3)
+    return Columns(_columns(at), 4, 3, programs=2)
+
+
+def _columns(at: BlockLayout) -> int:
+    return max(16, min(256, power_of_two(at.D)))
 
 
 def source_groups(num_sources: int) -> list[slice]:

@@ -30,8 +30,9 @@ def read_ahead_stream(given: BlockRead, at: BlockLayout, result: ReadAhead) -> N
     assert given.lse is None  # a merge has one query, and few sources: they are held
     values, has_first = _closed(given, at, result.closed), given.norm_eps is not None
     launch, sources = block_layout.ahead_reads(at, values[0].dtype), power_of_two(at.S)
-    for start in range(0, at.Q, at.queries_at_once):
-        count = min(at.queries_at_once, at.Q - start)
+    at_once = block_layout.group_size(at.Q, block_layout.READS_AT_ONCE)
+    for start in range(0, at.Q, at_once):
+        count = min(at_once, at.Q - start)
         parts = None if at.separate else _partial_scores(given, at, values, start, count)
         shared = {"Q": at.Q, "COUNT": count, "S": at.S}
         queries = power_of_two(count)
