@@ -88,6 +88,43 @@ def test_reads_of_a_block_and_all_gradients_equal_single_passes(
         assert_close(a, b, name, RTOL, least=1.0)  # a query of one source does nothing
 
 
+STREAMED = {
+    "seven": Case(sources=7, batch=(5,), closes=True),
+    "eight": Case(sources=8, batch=(3,), width=37, rank=7, complete=False, share=0.7),
+    "nine": Case(sources=9, width=20, rank=5, key_norm="full", closes=True, share=0.7),
+    "twelve": Case(sources=12, queries=9, batch=(3,), separate=True, rank=5, closes=True),
+    "sixteen": Case(sources=16, queries=2, batch=(5,), width=300, rank=270, closes=True, scale=0.1),
+    "seventeen": Case(sources=17, key_norm="none", complete=False, closes=True, scale=0.3),
+    "forty_three": Case(sources=43, queries=6, batch=(3,), width=20, rank=5, closes=True),
+}
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have sources streamed however few they are."""
+    monkeypatch.setattr(block_layout, "streams", lambda at, dtype: True)
+
+
+@pytest.mark.parametrize("case", STREAMED.values(), ids=STREAMED)
+def test_streamed_reads_and_all_gradients_equal_single_passes(case: Case, streams: None) -> None:
+    exact, upstream = make(case), upstream_of(case)
+    got = reads_and_gradients(case, exact.to(torch.float32), upstream)
+    with use_backend("reference"):
+        want = reads_and_gradients(case, exact, upstream, one_by_one)
+    assert_all_close(got, want, result_names(case, exact), RTOL)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", STREAMED.values(), ids=STREAMED)
+def test_streamed_reads_in_bfloat16_are_as_good_as_plain_pytorch(case: Case, streams: None) -> None:
+    exact = make(case, dtype=torch.bfloat16)
+    tested = scheduled(case, exact.to(torch.bfloat16))
+    with use_backend("reference"):
+        plain, want = (scheduled(case, leaves) for leaves in (exact.to(torch.bfloat16), exact))
+    # the interpreter rounds bfloat16 towards zero
+    assert mean_error(tested, want) <= 4 * mean_error(plain, want)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_programs_that_share_a_token_read_what_one_program_reads(
@@ -157,7 +194,7 @@ def test_stacks_and_all_their_gradients_equal_float64(stack: Stack, launches: Co
 def test_blocks_of_columns_join(
     num_blocks: int, num_sublayers: int, key: TailKey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(block_layout, "ahead_columns", lambda at: Columns(16, 1, programs=2))
+    monkeypatch.setattr(block_layout, "ahead_updates", lambda at: Columns(16, 1, programs=2))
     config = AttnResConfig(num_blocks=num_blocks, key=key)
     runs = run_thrice(Stack(config, dim=36, num_sublayers=num_sublayers), torch.float32)
     assert_all_close(runs.tested, runs.exact, runs.names, RTOL)

@@ -12,10 +12,13 @@ from depthroute.ops.kernels.layout import power_of_two
 from depthroute.ops.kernels.sources import num_programs
 
 _PACKED = torch.contiguous_format
-# queries whose gradients a backward pass holds at once
-QUERIES_AT_ONCE = 8
+# queries that a streamed forward pass, and a backward pass, take at once
+READS_AT_ONCE, GRADIENTS_AT_ONCE = 8, 12
 # of one decoding step
 FEW_TOKENS = 128
+# sources up to which `read_ahead` holds all of a token for several queries of many tokens; more are
+# streamed: read twice, but multiplied by tensor cores. Fewer if scores take few columns or none
+RESIDENT_FORWARD, RESIDENT_FORWARD_LOW_RANK = 8, 6
 
 
 class BlockLayout(NamedTuple):
@@ -45,9 +48,14 @@ class BlockLayout(NamedTuple):
         return dict(zip(names, values, strict=True))
 
     @property
-    def queries_at_once(self) -> int:
-        """Return the queries that a backward pass takes together: most often all."""
-        return -(-self.Q // -(-self.Q // QUERIES_AT_ONCE))
+    def score_columns(self) -> int:
+        """Return how many columns scores are made of, the last ones: keys, or what a norm takes."""
+        return self.D if self.norm == "full" else self.R
+
+
+def group_size(num_queries: int, most: int) -> int:
+    """Return the size of as few, equal groups of queries as can be; the last may be smaller."""
+    return -(-num_queries // -(-num_queries // most))
 
 
 class Rows(NamedTuple):
@@ -58,11 +66,21 @@ class Rows(NamedTuple):
     max_registers: int | None = None
 
 
+def streams(at: BlockLayout, dtype: torch.dtype) -> bool:
+    """Decide whether `read_ahead` streams the sources, or holds all of a token at once."""
+    if at.T <= FEW_TOKENS or at.Q == 1 or not _on_tensor_cores(dtype):
+        return at.S > MAX_RESIDENT
+    is_low = at.separate or 4 * at.score_columns <= at.D
+    return (RESIDENT_FORWARD_LOW_RANK if is_low else RESIDENT_FORWARD) < at.S
+
+
 def ahead_forward(at: BlockLayout) -> Rows:
     """Choose the launch of `read_ahead`; its programs share the queries of a token."""
     if at.T <= FEW_TOKENS:  # less than fills a device: what counts is how long a program takes
         return Rows(_warps(at.D, 256), at.Q)
-    return Rows(_warps(-(-at.S * power_of_two(at.D) // 6), 1024))
+    num_warps = _warps(-(-at.S * power_of_two(at.D) // 6), 1024)
+    # so few that six programs of two warps fit a processor, or three of four
+    return Rows(num_warps, max_registers=168 if at.S == 8 and num_warps > 1 else None)
 
 
 class Columns(NamedTuple):
@@ -72,6 +90,7 @@ class Columns(NamedTuple):
     num_warps: int
     stages: int = 1  # loads in flight, of a loop's coming steps
     programs: int = 1  # on each processor, in a loop over tokens
+    max_registers: int | None = None
 
 
 def ahead_dots(at: BlockLayout) -> Columns:
@@ -79,9 +98,30 @@ def ahead_dots(at: BlockLayout) -> Columns:
     return Columns(128, 1, 4) if at.S <= MAX_RESIDENT else Columns(64, 4, 3)
 
 
-def ahead_columns(at: BlockLayout) -> Columns:
-    """Choose the launch of the second part, and of both parts of a streamed `read_ahead`."""
-    return Columns(max(16, min(256, power_of_two(at.D))), 4, 3, programs=2)
+def ahead_scores(at: BlockLayout, dtype: torch.dtype) -> Columns:
+    """Choose the launch of the scores of a streamed `read_ahead`."""
+    columns = max(16, power_of_two(at.score_columns))
+    if _on_tensor_cores(dtype):
+        return Columns(min(256, columns), 4, 3, 2)
+    return Columns(min(64, columns), 4, 3, 2)
+
+
+def ahead_reads(at: BlockLayout, dtype: torch.dtype) -> Columns:
+    """Choose the launch of its reads, in tiles of 16 sources."""
+    # as many registers as there are: left alone, the compiler spills a few to use still fewer
+    registers = 128 if _on_tensor_cores(dtype) else None
+    return Columns(_columns(at), 4, 3, 4 if at.S <= 16 else 2, registers)
+
+
+def ahead_updates(at: BlockLayout) -> Columns:
+    """Choose the launch of the second part of its backward pass."""
+    if group_size(at.Q, GRADIENTS_AT_ONCE) > 8:  # tiles twice as high
+        return Columns(_columns(at), 8, 3)
+    return Columns(_columns(at), 4, 3, programs=2)
+
+
+def _columns(at: BlockLayout) -> int:
+    return max(16, min(256, power_of_two(at.D)))
 
 
 def source_groups(num_sources: int) -> list[slice]:
@@ -93,9 +133,11 @@ def source_groups(num_sources: int) -> list[slice]:
     return [slice(*cut) for cut in pairwise(cuts)]
 
 
-def column_grid(launch: Columns, at: BlockLayout, device: torch.device) -> tuple[int, int]:
-    """Return the blocks of columns, and the programs for each of them."""
-    columns = -(-at.D // launch.columns)
+def column_grid(
+    launch: Columns, at: BlockLayout, device: torch.device, width: int | None = None
+) -> tuple[int, int]:
+    """Return the blocks of columns, of a width or all, and the programs for each of them."""
+    columns = -(-(width or at.D) // launch.columns)
     return columns, max(1, num_programs(at.T, launch.programs, device) // columns)
 
 
@@ -108,6 +150,11 @@ def site_backward(width: int) -> Rows:
     """Choose the launch of its backward pass."""
     num_warps = _warps(width, 512)
     return Rows(num_warps, max(1, 16 // num_warps), 128)  # all registers of a processor
+
+
+def _on_tensor_cores(dtype: torch.dtype) -> bool:
+    """Decide whether sources are multiplied with float32 factors by tensor cores: see `split`."""
+    return dtype == torch.bfloat16
 
 
 def _warps(numbers: int, of_a_warp: int) -> int:

@@ -1,6 +1,6 @@
 """Backward pass of `read_ahead`: each source is read twice, its gradient read and written once.
 
-That is for up to eight queries; more are taken in groups.
+That is for up to twelve queries; more are taken in groups.
 
 First the inner products of all gradients with all sources of a token, by tensor cores; with them
 the gradients of the logits. Then every column by itself: no sum crosses columns any more, so what
@@ -57,7 +57,7 @@ def read_ahead_bwd(
     grads = ReadAheadGradients.empty(given, slots)
     if not at.T:
         return grads._replace(query=torch.zeros_like(grads.query))
-    dot, update = block_layout.ahead_dots(at), block_layout.ahead_columns(at)
+    dot, update = block_layout.ahead_dots(at), block_layout.ahead_updates(at)
     columns, programs = block_layout.column_grid(update, at, rstds.device)
     values, query = contiguous_rows(given.values), given.query.contiguous()
     upstream = contiguous_rows(grad_outs)
@@ -71,8 +71,9 @@ def read_ahead_bwd(
         grad_query = grads.query.view(1, len(slots[0]), 1, at.R)
     else:
         grad_query = None if at.separate else rstds.new_empty((len(groups), programs, at.Q, at.R))
-    for start in range(0, at.Q, at.queries_at_once):
-        group = slice(start, start + at.queries_at_once)
+    at_once = block_layout.group_size(at.Q, block_layout.GRADIENTS_AT_ONCE)
+    for start in range(0, at.Q, at_once):
+        group = slice(start, start + at_once)
         count, has_first = len(upstream[group]), given.norm_eps is not None and start == 0
         shared = {"NORM_FIRST": has_first, "Q": at.Q, "COUNT": count, **at.constants}
         queries = max(8, power_of_two(count + has_first))
@@ -125,7 +126,7 @@ def read_ahead_bwd(
                 start,
                 some.start,
                 given.share if given.pending is not None else 1.0,
-                LAST=start + at.queries_at_once >= at.Q and some.stop == at.S,
+                LAST=start + at_once >= at.Q and some.stop == at.S,
                 COUNT_S=len(values[some]),
                 OLD=int(is_merge),
                 BT=tokens,

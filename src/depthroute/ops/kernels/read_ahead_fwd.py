@@ -6,7 +6,7 @@
 import triton
 import triton.language as tl
 
-from depthroute.ops.block import MAX_RESIDENT, BlockRead
+from depthroute.ops.block import BlockRead
 from depthroute.ops.kernels import block_layout
 from depthroute.ops.kernels.block_layout import BlockLayout, ReadAhead, contiguous_rows
 from depthroute.ops.kernels.layout import as_rows, power_of_two
@@ -21,12 +21,12 @@ def read_ahead_fwd(given: BlockRead) -> ReadAhead:
     result = ReadAhead.empty(at, given)
     if not at.T:
         return result
-    pending = None if given.pending is None else as_rows(given.pending)
     if given.keys is not None:
         scores_fwd(given, result.logits, result.rstds)
-    if at.S > MAX_RESIDENT:
+    if block_layout.streams(at, given.values[0].dtype):
         read_ahead_stream(given, at, result)
         return result
+    pending = None if given.pending is None else as_rows(given.pending)
     launch = block_layout.ahead_forward(at)
     read_ahead_fwd_kernel[(at.T, launch.programs)](
         contiguous_rows(given.values),
@@ -46,6 +46,7 @@ def read_ahead_fwd(given: BlockRead) -> ReadAhead:
         BD=power_of_two(at.D),
         **at.constants,
         num_warps=launch.num_warps,
+        maxnreg=launch.max_registers,
     )
     return result
 

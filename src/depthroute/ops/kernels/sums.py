@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from depthroute.ops.kernels.layout import power_of_two
 from depthroute.ops.kernels.select import pointer_to
 
 
@@ -19,7 +20,10 @@ def sum_programs(rows: Tensor, total: Tensor, slots: Sequence[Tensor] = ()) -> N
     """
     num_queries = len(total)
     columns = total.numel() // num_queries
-    sum_programs_kernel[(num_queries, triton.cdiv(columns, 32))](
+    # few columns of many rows: with a few hundred programs, what takes time is the steps of a loop
+    at_once = min(1024, max(256, power_of_two(max(len(x) for x in (rows, *slots)))))
+    narrow = 8192 // at_once
+    sum_programs_kernel[(num_queries, triton.cdiv(columns, narrow))](
         rows,
         tuple(slots) or None,
         total,
@@ -28,27 +32,30 @@ def sum_programs(rows: Tensor, total: Tensor, slots: Sequence[Tensor] = ()) -> N
         columns,
         Q=num_queries,
         SLOTS=len(slots),
+        BP=at_once,
+        BC=narrow,
         num_warps=8,
     )
 
 
 @triton.jit
 def sum_programs_kernel(
-    rows, slots, total, num_rows, num_slot_rows, num_columns, Q: tl.constexpr, SLOTS: tl.constexpr
-):
-    """Sum 32 columns of one of the Q."""
+    rows, slots, total, num_rows, num_slot_rows, num_columns, Q: tl.constexpr, SLOTS: tl.constexpr,
+    BP: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Sum BC columns of one of the Q."""
     j = tl.program_id(0)
-    o_c, o_p = tl.program_id(1) * 32 + tl.arange(0, 32), tl.arange(0, 256)
+    o_c, o_p = tl.program_id(1) * BC + tl.arange(0, BC), tl.arange(0, BP)
     m_c = (o_c < num_columns)[None, :]
-    b_sum = tl.zeros([256, 32], tl.float32)
-    for start in range(0, num_rows, 256):
+    b_sum = tl.zeros([BP, BC], tl.float32)
+    for start in range(0, num_rows, BP):
         o_row = (start + o_p).to(tl.int64)[:, None]
         p_row = rows + (o_row * Q + j) * num_columns + o_c[None, :]
         b_sum += tl.load(p_row, mask=(o_row < num_rows) & m_c, other=0.0)
     if slots is not None:  # noqa: SIM102 - known to the compiler
         if j >= Q - SLOTS:
             p_slot = pointer_to(slots, j - (Q - SLOTS), SLOTS)
-            for start in range(0, num_slot_rows, 256):
+            for start in range(0, num_slot_rows, BP):
                 o_row = (start + o_p).to(tl.int64)[:, None]
                 p_row = p_slot + o_row * num_columns + o_c[None, :]
                 b_sum += tl.load(p_row, mask=(o_row < num_slot_rows) & m_c, other=0.0)
