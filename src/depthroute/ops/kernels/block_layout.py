@@ -10,6 +10,7 @@ from torch import Tensor
 from depthroute.ops.block import MAX_RESIDENT, BlockRead, Site
 from depthroute.ops.kernels.layout import power_of_two
 from depthroute.ops.kernels.sources import num_programs
+from depthroute.ops.kernels.tuning import Launch, resident_backward
 
 _PACKED = torch.contiguous_format
 # queries that a streamed forward pass, and a backward pass, take at once
@@ -122,6 +123,17 @@ def ahead_updates(at: BlockLayout) -> Columns:
 
 def _columns(at: BlockLayout) -> int:
     return max(16, min(256, power_of_two(at.D)))
+
+
+def ahead_parts(at: BlockLayout, device: torch.device) -> tuple[int, int]:
+    """Return the groups of sources of the second part, and the programs for each."""
+    return len(source_groups(at.S)), column_grid(ahead_updates(at), at, device)[1]
+
+
+def one_query_backward(at: BlockLayout) -> Launch | None:
+    """Choose the launch of a single read's backward pass, if a program can hold the sources."""
+    width = power_of_two(at.D)  # beside them: a gradient, the query and its gradient
+    return resident_backward(at.S, (at.S + 3) * width, width) if at.Q == 1 else None
 
 
 def source_groups(num_sources: int) -> list[slice]:

@@ -10,6 +10,7 @@ all tokens share, the queries and their gradient, stays in registers.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -24,10 +25,13 @@ from depthroute.ops.kernels.block_layout import (
     contiguous_rows,
 )
 from depthroute.ops.kernels.layout import INTERPRETED, power_of_two
+from depthroute.ops.kernels.read_one_bwd import read_one_bwd_kernel
 from depthroute.ops.kernels.select import pointer_to
 from depthroute.ops.kernels.separate_keys import scores_bwd
+from depthroute.ops.kernels.sources import num_programs
 from depthroute.ops.kernels.split import split, splits
 from depthroute.ops.kernels.sums import sum_programs
+from depthroute.ops.kernels.tuning import Launch
 
 
 def read_ahead_bwd(
@@ -57,41 +61,114 @@ def read_ahead_bwd(
     grads = ReadAheadGradients.empty(given, slots)
     if not at.T:
         return grads._replace(query=torch.zeros_like(grads.query))
-    dot, update = block_layout.ahead_dots(at), block_layout.ahead_updates(at)
-    columns, programs = block_layout.column_grid(update, at, rstds.device)
-    values, query = contiguous_rows(given.values), given.query.contiguous()
-    upstream = contiguous_rows(grad_outs)
-    later = None if later_values is None else contiguous_rows(later_values)
-    grad_logits, pulls = torch.empty_like(logits), torch.empty_like(rstds)
-    alongs = None if norm_rstds is None else torch.empty_like(norm_rstds)
-    is_merge = given.lse is not None
-    groups = block_layout.source_groups(at.S)
-    if is_merge:  # the slot takes rows of its own number: programs write zeros to those left over
+    one, device = block_layout.one_query_backward(at), rstds.device
+    if one is None:
+        parts, programs = block_layout.ahead_parts(at, device)
+    else:
+        parts, programs = 1, num_programs(at.T, one.programs, device)
+    if given.lse is None:
+        grad_query = None if at.separate else rstds.new_empty((parts, programs, at.Q, at.R))
+    else:
+        # the slot takes rows of its own number: programs write zeros to those left over
         programs = min(programs, len(slots[0]))
         grad_query = grads.query.view(1, len(slots[0]), 1, at.R)
+    grad_logits = torch.empty_like(logits) if one is None or at.separate else None
+    call = _Call(
+        given._replace(values=contiguous_rows(given.values), query=given.query.contiguous()),
+        at,
+        contiguous_rows(grad_outs),
+        tuple(grad_lses),
+        None if later_values is None else contiguous_rows(later_values),
+        *(first, weights, logits, rstds, norm_rstds),
+        *(grads, grad_logits, grad_query),
+    )
+    if one is None:
+        _in_two_parts(call, programs)
     else:
-        grad_query = None if at.separate else rstds.new_empty((len(groups), programs, at.Q, at.R))
+        _of_one_query(call, one, programs)
+    if grad_query is None:
+        grad_query = scores_bwd(given, grad_logits, logits, rstds, later_keys, grads.keys)
+    if given.lse is None:
+        sum_programs(grad_query.flatten(0, -3), grads.query, slots)
+    return grads
+
+
+class _Call(NamedTuple):
+    """What the kernels take: arguments and results of the forward pass, and where gradients go."""
+
+    given: BlockRead
+    at: BlockLayout
+    upstream: tuple[Tensor, ...]
+    grad_lses: tuple[Tensor, ...]
+    later: tuple[Tensor, ...] | None
+    first: Tensor | None
+    weights: Tensor
+    logits: Tensor
+    rstds: Tensor
+    norm_rstds: Tensor | None
+    grads: ReadAheadGradients
+    grad_logits: Tensor | None
+    grad_query: Tensor | None  # [parts, programs, Q, R]
+
+    @property
+    def share(self) -> float:
+        """Factor of the last source."""
+        return self.given.share if self.given.pending is not None else 1.0
+
+
+def _of_one_query(call: _Call, launch: Launch, programs: int) -> None:
+    given, at = call.given, call.at
+    read_one_bwd_kernel[(programs,)](
+        call.upstream[0],
+        call.grad_lses[0],
+        call.first,
+        given.values,
+        call.later,
+        given.query,
+        *(call.weights, call.logits, call.rstds, call.norm_rstds),
+        *(call.grads.values, call.grad_logits, call.grad_query, call.grads.lse),
+        at.T,
+        0 if call.grad_query is None else call.grad_query.shape[1],
+        given.rule.scale,
+        given.norm_eps or 0.0,
+        call.share,
+        NORM_FIRST=given.norm_eps is not None,
+        OLD=int(given.lse is not None),
+        BD=power_of_two(at.D),
+        STAGES=launch.stages,
+        **at.constants,
+        num_warps=launch.num_warps,
+        maxnreg=launch.max_registers,
+    )
+
+
+def _in_two_parts(call: _Call, programs: int) -> None:
+    given, at, later = call.given, call.at, call.later
+    dot, update = block_layout.ahead_dots(at), block_layout.ahead_updates(at)
+    columns = -(-at.D // update.columns)
+    pulls = torch.empty_like(call.rstds)
+    alongs = None if call.norm_rstds is None else torch.empty_like(call.norm_rstds)
     at_once = block_layout.group_size(at.Q, block_layout.GRADIENTS_AT_ONCE)
     for start in range(0, at.Q, at_once):
         group = slice(start, start + at_once)
-        count, has_first = len(upstream[group]), given.norm_eps is not None and start == 0
+        count, has_first = len(call.upstream[group]), given.norm_eps is not None and start == 0
         shared = {"NORM_FIRST": has_first, "Q": at.Q, "COUNT": count, **at.constants}
         queries = max(8, power_of_two(count + has_first))
         sources = max(8, power_of_two(at.S))
         tokens = max(1, 16 // sources, 16 // queries)
         grad_logits_kernel[(triton.cdiv(at.T, tokens),)](
-            upstream[group],
-            tuple(grad_lses[group]),
-            first,
-            values,
-            weights,
-            logits,
-            rstds,
-            norm_rstds,
-            grad_logits,
+            call.upstream[group],
+            call.grad_lses[group],
+            call.first,
+            given.values,
+            call.weights,
+            call.logits,
+            call.rstds,
+            call.norm_rstds,
+            call.grad_logits,
             pulls,
             alongs,
-            grads.lse,
+            call.grads.lse,
             at.T,
             start,
             given.rule.scale,
@@ -100,51 +177,46 @@ def read_ahead_bwd(
             QP=queries,
             SP=sources,
             BK=min(dot.columns, power_of_two(at.D)),
-            EXACT=values[0].dtype != torch.float32 and not INTERPRETED,
+            EXACT=given.values[0].dtype != torch.float32 and not INTERPRETED,
             num_warps=dot.num_warps,
             num_stages=dot.stages,
             **shared,
         )
-        for part, some in enumerate(groups):
-            sources = max(4, power_of_two(len(values[some])))
+        for part, some in enumerate(block_layout.source_groups(at.S)):
+            sources = max(4, power_of_two(len(given.values[some])))
             tokens = 16 // sources
             update_kernel[(columns, programs)](
-                upstream[group],
-                first,
-                values[some],
+                call.upstream[group],
+                call.first,
+                given.values[some],
                 None if later is None else later[some],
-                query,
-                weights,
-                grad_logits,
+                given.query,
+                call.weights,
+                call.grad_logits,
                 pulls,
                 alongs,
-                norm_rstds,
-                grads.values[some],
-                None if grad_query is None else grad_query[part],
+                call.norm_rstds,
+                call.grads.values[some],
+                None if call.grad_query is None else call.grad_query[part],
                 at.T,
-                0 if grad_query is None else grad_query.shape[1],
+                0 if call.grad_query is None else call.grad_query.shape[1],
                 start,
                 some.start,
-                given.share if given.pending is not None else 1.0,
+                call.share,
                 LAST=start + at_once >= at.Q and some.stop == at.S,
-                COUNT_S=len(values[some]),
-                OLD=int(is_merge),
+                COUNT_S=len(given.values[some]),
+                OLD=int(given.lse is not None),
                 BT=tokens,
                 QP=max(queries, 16 // tokens),
                 SP=sources,
                 CP=2 * max(8, power_of_two(count)),
                 BD=update.columns,
                 STAGES=update.stages,
-                SPLIT=splits(values[0]),
+                SPLIT=splits(given.values[0]),
                 num_warps=update.num_warps,
                 **shared,
             )
-        later = grads.values.unbind(0)
-    if grad_query is None:
-        grad_query = scores_bwd(given, grad_logits, logits, rstds, later_keys, grads.keys)
-    if not is_merge:
-        sum_programs(grad_query.flatten(0, -3), grads.query, slots)
-    return grads
+        later = call.grads.values.unbind(0)
 
 
 @triton.jit
