@@ -7,8 +7,38 @@ Each source is read, and its gradient written, once. `b_` names a block, `o_` of
 import triton
 import triton.language as tl
 
+from depthroute.ops.kernels.block_results import GradientCall
 from depthroute.ops.kernels.depth_attend_bwd import BESIDE_QUERY
+from depthroute.ops.kernels.layout import power_of_two
 from depthroute.ops.kernels.sums import sums
+from depthroute.ops.kernels.tuning import Launch
+
+
+def read_one_bwd(call: GradientCall, launch: Launch, programs: int) -> None:
+    """Launch so many programs."""
+    given, at = call.given, call.at
+    read_one_bwd_kernel[(programs,)](
+        call.upstream[0],
+        call.grad_lses[0],
+        call.first,
+        given.values,
+        call.later,
+        given.query,
+        *(call.weights, call.logits, call.rstds, call.norm_rstds),
+        *(call.grads.values, call.grad_logits, call.grad_query, call.grads.lse),
+        at.T,
+        0 if call.grad_query is None else call.grad_query.shape[1],
+        given.rule.scale,
+        given.norm_eps or 0.0,
+        call.share,
+        NORM_FIRST=given.norm_eps is not None,
+        OLD=int(given.lse is not None),
+        BD=power_of_two(at.D),
+        STAGES=launch.stages,
+        **at.constants,
+        num_warps=launch.num_warps,
+        maxnreg=launch.max_registers,
+    )
 
 
 @triton.jit
