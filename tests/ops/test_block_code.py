@@ -20,7 +20,7 @@ pytestmark = [
 
 SITES = {"site_fwd_kernel", "site_bwd_kernel"}
 HELD, STREAMED = {"read_ahead_fwd_kernel"}, {"weights_kernel", "mix_kernel"}
-BACKWARD = {"grad_logits_kernel", "update_kernel", "sum_programs_kernel"}
+BACKWARD, BACKWARD_OF_ONE = {"grad_logits_kernel", "update_kernel"}, {"read_one_bwd_kernel"}
 SCORES = {"scores_fwd_kernel", "scores_bwd_kernel"}
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # that a program may have
 # stack that phase 1 of five and of eight sources has on sm_100, for a few addresses
@@ -46,7 +46,8 @@ class Shape(NamedTuple):
         streamed = STREAMED | ({"norm_kernel", "close_kernel"} if self.closes else set())
         streamed |= set() if self.separate else {"partial_scores_kernel"}
         ahead = streamed if self.streamed else HELD
-        backward = BACKWARD - ({"sum_programs_kernel"} if self.merge else set())
+        backward = BACKWARD_OF_ONE if self.queries == 1 and self.sources <= 9 else BACKWARD
+        backward = backward | (set() if self.merge else {"sum_programs_kernel"})
         return ahead | backward | SITES | (SCORES if self.separate else set())
 
 
@@ -57,6 +58,8 @@ SHAPES = {
     "low_rank": Shape(8, 6, 1024, 128, streamed=True),
     "twelve_queries": Shape(4, 12, 1024, 1024),
     "head": Shape(9, 1, 1024, 1024),
+    "head_of_many": Shape(12, 1, 1024, 1024),
+    "head_wide": Shape(9, 1, 2048, 2048),
     "wide": Shape(8, 6, 2048, 2048),
     "separate": Shape(8, 6, 1024, 32, separate=True, streamed=True),
     "emitted": Shape(8, 6, 1024, 32, separate=True, key_sum=KeySum(1e-6), streamed=True),

@@ -151,7 +151,8 @@ def _read_ahead(*arguments: Any) -> tuple[Tensor, ...]:
 
 @_read_ahead.register_fake
 def _(*arguments: Any) -> tuple[Tensor, ...]:
-    from depthroute.ops.kernels.block_layout import BlockLayout, ReadAhead
+    from depthroute.ops.kernels.block_layout import BlockLayout
+    from depthroute.ops.kernels.block_results import ReadAhead
 
     given = _block_read(*arguments)
     return without_none(ReadAhead.empty(BlockLayout.of(given), given), given.query)
@@ -169,7 +170,7 @@ def _read_ahead_backward(*arguments: Any) -> tuple[Tensor, ...]:
 
 @_read_ahead_backward.register_fake
 def _(*arguments: Any) -> tuple[Tensor, ...]:
-    from depthroute.ops.kernels.block_layout import ReadAheadGradients
+    from depthroute.ops.kernels.block_results import ReadAheadGradients
 
     given = _block_read(*arguments[:10])
     return without_none(ReadAheadGradients.empty(given, arguments[-1]), given.query)
@@ -185,7 +186,7 @@ def _site(*arguments: Any) -> tuple[Tensor, ...]:
 
 @_site.register_fake
 def _(*arguments: Any) -> tuple[Tensor, ...]:
-    from depthroute.ops.kernels.block_layout import SiteResult
+    from depthroute.ops.kernels.block_results import SiteResult
 
     given = _site_of(*arguments)
     return without_none(SiteResult.empty(given), given.pending)
@@ -207,7 +208,7 @@ def _site_backward(*arguments: Any) -> tuple[Tensor, ...]:
 
 @_site_backward.register_fake
 def _(*arguments: Any) -> tuple[Tensor, ...]:
-    from depthroute.ops.kernels.block_layout import SiteGradients
+    from depthroute.ops.kernels.block_results import SiteGradients
 
     given = _site_of(*arguments[:-6])
     return without_none(SiteGradients.empty(given), given.pending)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from depthroute.ops.block import Site
 from depthroute.ops.kernels import block_layout
-from depthroute.ops.kernels.block_layout import SiteGradients, SiteResult, site_programs
+from depthroute.ops.kernels.block_layout import site_programs
+from depthroute.ops.kernels.block_results import SiteGradients, SiteResult
 from depthroute.ops.kernels.layout import as_rows, power_of_two
 
 

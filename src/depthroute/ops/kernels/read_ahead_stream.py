@@ -16,7 +16,8 @@ from torch import Tensor
 
 from depthroute.ops.block import BlockRead
 from depthroute.ops.kernels import block_layout
-from depthroute.ops.kernels.block_layout import BlockLayout, ReadAhead, contiguous_rows
+from depthroute.ops.kernels.block_layout import BlockLayout, contiguous_rows
+from depthroute.ops.kernels.block_results import ReadAhead
 from depthroute.ops.kernels.layout import as_rows, power_of_two
 from depthroute.ops.kernels.select import pointer_to
 from depthroute.ops.kernels.split import split, splits

@@ -53,13 +53,25 @@ def backward(at: Layout) -> Launch:
             queries //= 2
         launch = _looping(2 * _source(at) + queries * one, 2, False, "queries")
         return launch._replace(queries=queries)
-    if at.S <= BACKWARD_RESIDENT and at.S * _source(at) + one <= PROGRAM_NUMBERS:
-        launch = _looping(at.S * _source(at) + one, at.S, True, "sources")
+    if held := resident_backward(at.S, at.S * _source(at) + one, at.value_tile):
         # heads may pass numbers through memory, where a load ahead would come too early
-        ahead = at.keys == "value" and at.H == 1 and at.value_tile <= AHEAD_TILE
-        return launch._replace(stages=2 if ahead else 1)
+        return held if at.keys == "value" and at.H == 1 else held._replace(stages=1)
     chunk = 4 if 4 * _source(at) + one <= PROGRAM_NUMBERS else 2
     return _looping(chunk * _source(at) + one, chunk, False, "sources")
+
+
+def resident_backward(num_sources: int, numbers: int, tile: int) -> Launch | None:
+    """Choose the launch of programs that hold all sources of a token; None if they cannot.
+
+    Args:
+        num_sources: How many.
+        numbers: All that a program holds.
+        tile: Numbers of a source.
+    """
+    if num_sources > BACKWARD_RESIDENT or numbers > PROGRAM_NUMBERS:
+        return None
+    launch = _looping(numbers, num_sources, True, "sources")
+    return launch._replace(stages=2 if tile <= AHEAD_TILE else 1)
 
 
 @lru_cache
