@@ -70,6 +70,16 @@ def read_one_bwd_kernel(
             b_c = -b_along * norm_eps * b_norm * b_norm
         else:
             b_c = tl.load(grad_lse + o_row)
+        # loads that no sum has to wait for come before the first one
+        numbers = ()
+        for i in tl.static_range(S):
+            o_z = o_row * S + i
+            b_w, b_r, b_pull = tl.load(weights + o_z), 0.0, 0.0
+            if not SEPARATE:
+                b_r = tl.load(rstds + o_z)
+                if NORM != "none":
+                    b_pull = tl.load(logits + o_z) * b_r * b_r / (D if NORM == "full" else R)
+            numbers = numbers + ((b_w, b_r * scale, b_pull),)
         b_vs, products = (), ()
         for i in tl.static_range(S):
             b_v = tl.load(values[i] + o_v, mask=m_d, other=0.0)
@@ -78,23 +88,20 @@ def read_one_bwd_kernel(
         if not SEPARATE and S > BESIDE_QUERY:
             b_q = tl.load(p_q, mask=m_k, other=0.0, eviction_policy="evict_last")
         for i in tl.static_range(S):
-            o_z = o_row * S + i
-            b_w = tl.load(weights + o_z)
+            b_w, b_r, b_pull = numbers[i]
             b_gz = b_w * (b_as[i] + b_c)
             b_dv = b_w * b_g
             if OLD and i == 0:
                 tl.store(grad_old_lse + o_row, b_w * b_c)
             if SEPARATE:
-                tl.store(grad_logits + o_z, b_gz)
+                tl.store(grad_logits + o_row * S + i, b_gz)
             else:
-                b_v, b_r = b_vs[i].to(tl.float32), tl.load(rstds + o_z)
-                b_gd = b_gz * (b_r * scale)
+                b_v, b_gd = b_vs[i].to(tl.float32), b_gz * b_r
                 b_dv += b_gd * b_q
                 b_dq += b_gd * b_v
                 if NORM != "none":
-                    b_pull = b_gz * tl.load(logits + o_z) * b_r * b_r
                     b_key = b_v if NORM == "full" else tl.where(m_k, b_v, 0.0)
-                    b_dv -= b_key * (b_pull / (D if NORM == "full" else R))
+                    b_dv -= b_key * (b_gz * b_pull)
             if later_values is not None and i >= OLD:  # a merged read is used nowhere else
                 b_dv += tl.load(later_values[i - OLD] + o_v, mask=m_d, other=0.0).to(tl.float32)
             if i == S - 1:
