@@ -43,8 +43,12 @@ class StopRequest:
         if self.signal is None:
             self.signal, self._came_at_s = number, now
         elif now - self._came_at_s > _SAME_REQUEST_S:
+            handler = self._old[number]
             self._restore()
-            signal.raise_signal(number)
+            if callable(handler):  # at once: a signal raised here would be handled some time later
+                handler(number, frame)
+            else:
+                signal.raise_signal(number)
 
     def _restore(self) -> None:
         for number, handler in self._old.items():
