@@ -43,6 +43,8 @@ class Shape(NamedTuple):
 SHAPES = [
     *(Shape(sources, 6) for sources in (1, 2, 3, 4, 5, 6, 7, 8)),
     Shape(8, 6, 128),
+    Shape(3, 1),
+    Shape(5, 1),
     Shape(9, 1),
     Shape(16, 6),
     Shape(43, 6),

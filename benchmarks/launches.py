@@ -74,7 +74,7 @@ def candidates(which: str, at: Layout) -> Iterator[Launch]:
         per_number = registers * num_warps * 32 / (at.value_tile * (3 * queries + chunk / 2))
         if registers < 64 or per_number < 0.9 or programs * num_warps < (4 if held else 8):
             continue
-        for stages in (1, 2) if held else (1,):
+        for stages in (1, 2, 3) if held else (1,):
             yield Launch(num_warps, chunk, held, programs, registers, queries, stages)
 
 

@@ -130,10 +130,17 @@ def ahead_parts(at: BlockLayout, device: torch.device) -> tuple[int, int]:
     return len(source_groups(at.S)), column_grid(ahead_updates(at), at, device)[1]
 
 
-def one_query_backward(at: BlockLayout) -> Launch | None:
-    """Choose the launch of a single read's backward pass, if a program can hold the sources."""
+def one_query_backward(at: BlockLayout, adds: bool) -> Launch | None:
+    """Choose the launch of a single read's backward pass, if a program can hold the sources.
+
+    Args:
+        at: Sizes.
+        adds: Whether it adds to gradients of the sources.
+    """
+    if at.Q > 1:
+        return None
     width = power_of_two(at.D)  # beside them: a gradient, the query and its gradient
-    return resident_backward(at.S, (at.S + 3) * width, width) if at.Q == 1 else None
+    return resident_backward(at.S, (at.S + 3) * width, width, at.S * (1 + adds) + 2)
 
 
 def source_groups(num_sources: int) -> list[slice]:

@@ -25,8 +25,7 @@ from depthroute.ops.kernels.sources import (
 from depthroute.ops.kernels.sums import inner_products, sum_programs
 from depthroute.ops.scores import ScoreRule
 
-# sources that a program can hold in registers beside the query; beside more, it is read per token
-BESIDE_QUERY = tl.constexpr(8)
+BESIDE_QUERY = tl.constexpr(tuning.BESIDE_QUERY)
 
 
 def depth_attend_bwd(
@@ -95,7 +94,7 @@ def depth_attend_bwd(
             KEY_HEADS_APART=at.key_heads_apart,
             CHUNK=launch.chunk,
             RESIDENT=launch.resident,
-            STAGES=launch.stages,
+            STAGES=launch.stages_of(values[0].itemsize),
             ALIGNED=packed.aligned,
             num_warps=launch.num_warps,
             maxnreg=launch.max_registers,

@@ -43,7 +43,7 @@ def read_ahead_bwd(
     grads = ReadAheadGradients.empty(given, slots)
     if not at.T:
         return grads._replace(query=torch.zeros_like(grads.query))
-    one, device = block_layout.one_query_backward(at), rstds.device
+    one, device = block_layout.one_query_backward(at, later_values is not None), rstds.device
     if one is None:
         parts, programs = block_layout.ahead_parts(at, device)
     else:

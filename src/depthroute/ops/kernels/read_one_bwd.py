@@ -34,7 +34,7 @@ def read_one_bwd(call: GradientCall, launch: Launch, programs: int) -> None:
         NORM_FIRST=given.norm_eps is not None,
         OLD=int(given.lse is not None),
         BD=power_of_two(at.D),
-        STAGES=launch.stages,
+        STAGES=launch.stages_of(given.values[0].itemsize),
         **at.constants,
         num_warps=launch.num_warps,
         maxnreg=launch.max_registers,

@@ -13,8 +13,10 @@ WARP_NUMBERS = {"sources": 6 * 1024, "queries": 7 * 1024}
 # numbers that a program holds at most, and that all programs of a processor hold with OTHERS each,
 # of 65536 registers
 PROGRAM_NUMBERS, PROCESSOR_NUMBERS, OTHERS, REGISTERS = 54 * 1024, 55 * 1024, 1280, 65536
-# widest source that is loaded a token ahead: through shared memory, 45 KiB for nine in float32
-AHEAD_TILE = 1024
+# widest source that is loaded ahead, through shared memory, and bytes of that on a processor
+AHEAD_TILE, SHARED_BYTES = 1024, 220 * 1024
+# sources that a program can hold beside the query; beside more, it is loaded for each token
+BESIDE_QUERY = 8
 
 
 class Launch(NamedTuple):
@@ -27,7 +29,13 @@ class Launch(NamedTuple):
     programs: int = 1
     max_registers: int | None = None
     queries: int = 1  # those of one launch
-    stages: int = 1  # 2: the next token's sources are loaded while this one's are used
+    # how far loads are ahead. 2: the next token's are issued once this one's are used, for other
+    # programs to work meanwhile; 3: while they are used
+    stages: int = 1
+
+    def stages_of(self, itemsize: int) -> int:
+        """Return the stages for sources of so many bytes a number: shared memory holds them all."""
+        return self.stages if itemsize == 2 else min(self.stages, 2)
 
 
 @lru_cache
@@ -53,25 +61,31 @@ def backward(at: Layout) -> Launch:
             queries //= 2
         launch = _looping(2 * _source(at) + queries * one, 2, False, "queries")
         return launch._replace(queries=queries)
-    if held := resident_backward(at.S, at.S * _source(at) + one, at.value_tile):
+    if held := resident_backward(at.S, at.S * _source(at) + one, at.value_tile, at.S + 1):
         # heads may pass numbers through memory, where a load ahead would come too early
         return held if at.keys == "value" and at.H == 1 else held._replace(stages=1)
     chunk = 4 if 4 * _source(at) + one <= PROGRAM_NUMBERS else 2
     return _looping(chunk * _source(at) + one, chunk, False, "sources")
 
 
-def resident_backward(num_sources: int, numbers: int, tile: int) -> Launch | None:
+def resident_backward(num_sources: int, numbers: int, tile: int, rows: int) -> Launch | None:
     """Choose the launch of programs that hold all sources of a token; None if they cannot.
 
     Args:
         num_sources: How many.
         numbers: All that a program holds.
         tile: Numbers of a source.
+        rows: Vectors that it loads for a token.
     """
     if num_sources > BACKWARD_RESIDENT or numbers > PROGRAM_NUMBERS:
         return None
-    launch = _looping(numbers, num_sources, True, "sources")
-    return launch._replace(stages=2 if tile <= AHEAD_TILE else 1)
+    if tile > AHEAD_TILE:
+        return _looping(numbers, num_sources, True, "sources")
+    if num_sources > BESIDE_QUERY:  # no registers are left for addresses of loads further ahead
+        return _looping(numbers, num_sources, True, "sources")._replace(stages=2)
+    # two tokens of 16-bit numbers, or one of 32-bit ones
+    launch = _looping(numbers, num_sources, True, "sources", SHARED_BYTES // (4 * rows * tile))
+    return launch._replace(stages=3)
 
 
 @lru_cache
@@ -98,9 +112,9 @@ def _warps(numbers: int, of_a_warp: int) -> int:
     return min(16, power_of_two(-(-numbers // of_a_warp)))
 
 
-def _looping(numbers: int, chunk: int, resident: bool, kind: str) -> Launch:
+def _looping(numbers: int, chunk: int, resident: bool, kind: str, most: int = 16) -> Launch:
     """Fill a processor: a program too many would start when the others end."""
     num_warps = _warps(numbers, WARP_NUMBERS[kind])
-    programs = max(1, min(PROCESSOR_NUMBERS // (numbers + OTHERS), 16 // num_warps))
+    programs = max(1, min(PROCESSOR_NUMBERS // (numbers + OTHERS), 16 // num_warps, most))
     registers = min(255, REGISTERS // (programs * num_warps * 32) // 8 * 8)
     return Launch(num_warps, chunk, resident, programs, registers)
