@@ -22,6 +22,8 @@ def read_ahead(
     given: BlockRead, rest: Tensor | None
 ) -> tuple[Ahead, tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Run phase 1; see `depthroute.ops.block.read_ahead`."""
+    if not torch.is_grad_enabled():
+        return _read_ahead_alone(given, rest)
     num_values, keys = len(given.values), given.keys or ()
     options = (given.rule, given.share, given.norm_eps)
     tensors = (*given.values, *keys, *(() if given.pending is None else (given.pending,)))
@@ -32,8 +34,22 @@ def read_ahead(
     return Ahead(outs, lses, queries, True, rest), values, results[3 * num + num_values :]
 
 
+def _read_ahead_alone(
+    given: BlockRead, rest: Tensor | None
+) -> tuple[Ahead, tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Run phase 1 without gradients: an autograd function takes as long as a small launch."""
+    first, out, lse, closed, *_ = registered.read_ahead_fwd(given)
+    reads = (*(() if first is None else (first,)), *out.unbind(0))
+    ahead = Ahead(reads, lse.unbind(0), given.query.unsqueeze(1).unbind(0), True, rest)
+    values = given.values if closed is None else (*given.values[:-1], closed)
+    return ahead, values, given.keys or ()
+
+
 def merge(given: BlockRead) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Merge several sources; see `depthroute.ops.block.merge_norm`."""
+    if not torch.is_grad_enabled():
+        query = given.query[:1]
+        return registered.read_ahead_fwd(given._replace(query=query))[0], given.values[1:]
     options = (given.rule, given.norm_eps)
     out, *values = _Merge.apply(given.query, given.lse, options, *given.values)
     return out, tuple(values)
@@ -41,8 +57,12 @@ def merge(given: BlockRead) -> tuple[Tensor, tuple[Tensor, ...]]:
 
 def site(given: Site) -> tuple[Tensor, Tensor | None, Tensor]:
     """Run a site; see `depthroute.ops.block.add_merge_norm`."""
-    options = given[6:]
     key = None if given.key is None else given.key.contiguous()
+    if not torch.is_grad_enabled():
+        new_total, new_key, out, _ = registered.site_fwd(given._replace(key=key))
+        value = given.pending[..., : out.shape[-1]] if new_total is None else new_total
+        return value, key if new_key is None else new_key, out
+    options = given[6:]
     total, out, *new_key = _Site.apply(options, *given[:5], key)
     return total, new_key[0] if new_key else key, out
 
