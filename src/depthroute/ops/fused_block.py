@@ -39,8 +39,7 @@ def _read_ahead_alone(
 ) -> tuple[Ahead, tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Run phase 1 without gradients: an autograd function takes as long as a small launch."""
     first, out, lse, closed, *_ = registered.read_ahead_fwd(given)
-    reads = (*(() if first is None else (first,)), *out.unbind(0))
-    ahead = Ahead(reads, lse.unbind(0), given.query.unsqueeze(1).unbind(0), True, rest)
+    ahead = Ahead(_reads(first, out), lse.unbind(0), given.query.unsqueeze(1).unbind(0), True, rest)
     values = given.values if closed is None else (*given.values[:-1], closed)
     return ahead, values, given.keys or ()
 
@@ -60,7 +59,7 @@ def site(given: Site) -> tuple[Tensor, Tensor | None, Tensor]:
     key = None if given.key is None else given.key.contiguous()
     if not torch.is_grad_enabled():
         new_total, new_key, out, _ = registered.site_fwd(given._replace(key=key))
-        value = given.pending[..., : out.shape[-1]] if new_total is None else new_total
+        value = _block_value(given.pending, new_total, out)
         return value, key if new_key is None else new_key, out
     options = given[6:]
     total, out, *new_key = _Site.apply(options, *given[:5], key)
@@ -93,8 +92,7 @@ class _ReadAhead(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         rows = registered.site_rows(lse[0].numel(), values[0].shape[-1], query.device)
         slots = [row.expand(rows, query.shape[1]) for row in query.unbind(0)]
-        reads = (*(() if first is None else (first,)), *out.unbind(0))
-        return (*reads, *lse.unbind(0), *slots, *threaded)
+        return (*_reads(first, out), *lse.unbind(0), *slots, *threaded)
 
     @staticmethod
     @once_differentiable
@@ -181,7 +179,7 @@ class _Site(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         given = Site(old, lse, query, total, pending, key, *options)
         new_total, new_key, out, numbers = registered.site_fwd(given)
-        value = pending[..., : out.shape[-1]] if new_total is None else new_total
+        value = _block_value(pending, new_total, out)
         # not the write, which is kept by nobody else
         ctx.save_for_backward(query, key, value, new_key, out, numbers)
         ctx.options, ctx.adds = options, total is not None
@@ -213,6 +211,16 @@ class _Site(torch.autograd.Function):
             grad_write,
             grad_key,
         )
+
+
+def _reads(first: Tensor | None, out: Tensor) -> tuple[Tensor, ...]:
+    """Return the reads of phase 1."""
+    return (*(() if first is None else (first,)), *out.unbind(0))
+
+
+def _block_value(pending: Tensor, total: Tensor | None, out: Tensor) -> Tensor:
+    """Return the open block after a site: the sum, or the only write less its emitted columns."""
+    return pending[..., : out.shape[-1]] if total is None else total
 
 
 def _with_zeros(grads: Sequence[Tensor | None]) -> list[Tensor]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from depthroute.ops.block import MAX_RESIDENT, BlockRead
 from depthroute.ops.kernels.layout import power_of_two
 from depthroute.ops.kernels.sources import num_programs
+from depthroute.ops.kernels.split import on_tensor_cores
 from depthroute.ops.kernels.tuning import Launch, resident_backward
 
 _PACKED = torch.contiguous_format
@@ -69,7 +70,7 @@ class Rows(NamedTuple):
 
 def streams(at: BlockLayout, dtype: torch.dtype) -> bool:
     """Decide whether `read_ahead` streams the sources, or holds all of a token at once."""
-    if at.T <= FEW_TOKENS or at.Q == 1 or not _on_tensor_cores(dtype):
+    if at.T <= FEW_TOKENS or at.Q == 1 or not on_tensor_cores(dtype):
         return at.S > MAX_RESIDENT
     is_low = at.separate or 4 * at.score_columns <= at.D
     return (RESIDENT_FORWARD_LOW_RANK if is_low else RESIDENT_FORWARD) < at.S
@@ -101,28 +102,26 @@ def ahead_dots(at: BlockLayout) -> Columns:
 
 def ahead_scores(at: BlockLayout, dtype: torch.dtype) -> Columns:
     """Choose the launch of the scores of a streamed `read_ahead`."""
-    columns = max(16, power_of_two(at.score_columns))
-    if _on_tensor_cores(dtype):
-        return Columns(min(256, columns), 4, 3, 2)
-    return Columns(min(64, columns), 4, 3, 2)
+    most = 256 if on_tensor_cores(dtype) else 64
+    return Columns(_columns(at.score_columns, most), 4, 3, 2)
 
 
 def ahead_reads(at: BlockLayout, dtype: torch.dtype) -> Columns:
     """Choose the launch of its reads, in tiles of 16 sources."""
     # as many registers as there are: left alone, the compiler spills a few to use still fewer
-    registers = 128 if _on_tensor_cores(dtype) else None
-    return Columns(_columns(at), 4, 3, 4 if at.S <= 16 else 2, registers)
+    registers = 128 if on_tensor_cores(dtype) else None
+    return Columns(_columns(at.D), 4, 3, 4 if at.S <= 16 else 2, registers)
 
 
 def ahead_updates(at: BlockLayout) -> Columns:
     """Choose the launch of the second part of its backward pass."""
     if group_size(at.Q, GRADIENTS_AT_ONCE) > 8:  # tiles twice as high
-        return Columns(_columns(at), 8, 3)
-    return Columns(_columns(at), 4, 3, programs=2)
+        return Columns(_columns(at.D), 8, 3)
+    return Columns(_columns(at.D), 4, 3, programs=2)
 
 
-def _columns(at: BlockLayout) -> int:
-    return max(16, min(256, power_of_two(at.D)))
+def _columns(width: int, most: int = 256) -> int:
+    return max(16, min(most, power_of_two(width)))
 
 
 def ahead_parts(at: BlockLayout, device: torch.device) -> tuple[int, int]:
@@ -169,11 +168,6 @@ def site_backward(width: int) -> Rows:
     """Choose the launch of its backward pass."""
     num_warps = _warps(width, 512)
     return Rows(num_warps, max(1, 16 // num_warps), 128)  # all registers of a processor
-
-
-def _on_tensor_cores(dtype: torch.dtype) -> bool:
-    """Decide whether sources are multiplied with float32 factors by tensor cores: see `split`."""
-    return dtype == torch.bfloat16
 
 
 def _warps(numbers: int, of_a_warp: int) -> int:

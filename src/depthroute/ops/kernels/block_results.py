@@ -83,6 +83,16 @@ class GradientCall(NamedTuple):
         """Factor of the last source."""
         return self.given.share if self.given.pending is not None else 1.0
 
+    @property
+    def num_old(self) -> int:
+        """How many of the sources, the first ones, are reads."""
+        return int(self.given.lse is not None)
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows the query's gradient comes in."""
+        return 0 if self.grad_query is None else self.grad_query.shape[1]
+
 
 class SiteResult(NamedTuple):
     """Results of a site, and what its backward pass needs of them."""

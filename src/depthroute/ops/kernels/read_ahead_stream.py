@@ -84,8 +84,7 @@ def _partial_scores(
         values, given.query.contiguous(), parts, at.T, start,
         COUNT=count, S=at.S, D=at.D, R=at.R, WIDTH=at.score_columns, NORM=at.norm,
         BT=64 // sources, SP=sources, CP=2 * max(8, power_of_two(count)), BD=launch.columns,
-        STAGES=launch.stages, SPLIT=splits(values[0]),
-        num_warps=launch.num_warps, maxnreg=launch.max_registers,
+        STAGES=launch.stages, SPLIT=splits(values[0]), num_warps=launch.num_warps,
     )  # fmt: skip
     return parts
 

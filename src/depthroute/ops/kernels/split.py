@@ -8,9 +8,14 @@ from torch import Tensor
 from depthroute.ops.kernels.layout import INTERPRETED
 
 
+def on_tensor_cores(dtype: torch.dtype) -> bool:
+    """Decide whether tensor cores multiply sources with float32 numbers: where a split is exact."""
+    return dtype == torch.bfloat16
+
+
 def splits(source: Tensor) -> bool:
-    """Decide whether what is multiplied with a source is split: where that is exact, and needed."""
-    return source.dtype == torch.bfloat16 and not INTERPRETED
+    """Decide whether what is multiplied with a source is split."""
+    return on_tensor_cores(source.dtype) and not INTERPRETED
 
 
 @triton.jit

@@ -79,13 +79,11 @@ def resident_backward(num_sources: int, numbers: int, tile: int, rows: int) -> L
     """
     if num_sources > BACKWARD_RESIDENT or numbers > PROGRAM_NUMBERS:
         return None
-    if tile > AHEAD_TILE:
-        return _looping(numbers, num_sources, True, "sources")
-    if num_sources > BESIDE_QUERY:  # no registers are left for addresses of loads further ahead
-        return _looping(numbers, num_sources, True, "sources")._replace(stages=2)
-    # two tokens of 16-bit numbers, or one of 32-bit ones
-    launch = _looping(numbers, num_sources, True, "sources", SHARED_BYTES // (4 * rows * tile))
-    return launch._replace(stages=3)
+    stages, most = 1 if tile > AHEAD_TILE else 2, 16
+    if stages == 2 and num_sources <= BESIDE_QUERY:  # more leave no registers for addresses
+        # two tokens of 16-bit numbers, or one of 32-bit ones
+        stages, most = 3, SHARED_BYTES // (4 * rows * tile)
+    return _looping(numbers, num_sources, True, "sources", most)._replace(stages=stages)
 
 
 @lru_cache
