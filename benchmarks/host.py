@@ -25,7 +25,6 @@ from torch.autograd.function import once_differentiable
 
 from depthroute.ops import checks, depth_attend, fused
 from depthroute.ops.kernels import depth_attend_bwd as backward_module
-from depthroute.ops.kernels import sums
 from depthroute.ops.kernels.depth_attend_bwd import depth_attend_bwd
 from depthroute.ops.kernels.depth_attend_fwd import depth_attend_fwd
 
@@ -86,7 +85,7 @@ def parts(shape: Shape) -> dict[str, Callable[[], Any]]:
     sources = ([x.detach() for x in read.values], None, read.query.detach(), None, None)
     saved = depth_attend_fwd(*sources, read.rule, shape.out_dtype)
     upstream, grads = torch.ones_like(saved.out), [torch.zeros_like(x) for x in leaves]
-    back = (upstream, None, *sources, saved.dots, saved.rstds, saved.lse, read.rule)
+    back = (upstream, None, *sources, saved, read.rule)
 
     def forward() -> Any:
         with torch.no_grad():
@@ -145,18 +144,16 @@ def steps(shape: Shape, calls: int = 500) -> dict[str, float]:
     given, leaves = arguments(shape)
     upstream = torch.ones_like(depth_attend(**given)[0])
     clock = Clock()
-    kernel, total = backward_module.depth_attend_bwd_kernel, sums.sum_programs_kernel
     function = clock.around(fused._Attend.backward, "enter", "return_gradients")
     launcher = clock.around(depth_attend_bwd, "unpack", "")
+    kernel = backward_module.depth_attend_bwd_kernel
     timed = TimedKernel(kernel, clock, "prepare", "launch")
-    timed_total = TimedKernel(total, clock, "prepare_sum", "launch_sum")
     rows = []
     with ExitStack() as patches:
         enter = patches.enter_context
         enter(patch.object(fused._Attend, "backward", staticmethod(function)))
         enter(patch.object(backward_module, "depth_attend_bwd", launcher))
         enter(patch.object(backward_module, "depth_attend_bwd_kernel", timed))
-        enter(patch.object(sums, "sum_programs_kernel", timed_total))
         for i in range(calls + 20):
             clock.__init__()  # type: ignore[misc]
             clock.ends("start")

@@ -49,10 +49,7 @@ class Case:
             return depth_attend_fwd(values, None, query, None, None, read.rule, dtype)
 
         def backward() -> Any:
-            numbers = (saved.dots, saved.rstds, saved.lse)
-            return depth_attend_bwd(
-                grad, None, values, None, query, None, None, *numbers, read.rule
-            )
+            return depth_attend_bwd(grad, None, values, None, query, None, None, saved, read.rule)
 
         self.passes: dict[str, Callable[[], Any]] = {"forward": forward, "backward": backward}
         one, both = self.shape.least_bytes

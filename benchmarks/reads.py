@@ -136,9 +136,11 @@ def rows(
             return torch.autograd.grad(op(**given)[0], leaves, grad)
 
         with use_backend(backend):
+            both()
+            torch.cuda.synchronize()
             row = {"implementation": name, **shape._asdict()}
-            row["error"] = round(error(op, oracle, given, leaves, grad), 5)
             row["seconds_to_first"] = round(time.perf_counter() - started, 1)
+            row["error"] = round(error(op, oracle, given, leaves, grad), 5)
             for part, run, floor in zip(("forward", "both"), (forward, both), floors, strict=True):
                 graph, eager = graph_ms(run), eager_ms(run)
                 row[part] = {
@@ -147,6 +149,8 @@ def rows(
                     "eager_ms": round(eager, 4),
                     "graph_over_floor": round(graph / floor, 3),
                 }
+            with torch.autograd.set_multithreading_enabled(False):  # the backward pass in no other
+                row["both"]["eager_one_thread_ms"] = round(eager_ms(both), 4)
             if profile:
                 row["kernels_us"] = kernels_us(both)
         # peers round the query, which moves logits

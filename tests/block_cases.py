@@ -223,6 +223,8 @@ STACKS = {
     "block1_of_12": Stack(AttnResConfig(num_blocks=1, key=LOW_RANK), num_sublayers=12),
     "uneven": Stack(AttnResConfig(block_ends=(1, 6, 8))),
     "full": Stack(AttnResConfig(num_blocks=0)),
+    "last_read_joins": Stack(AttnResConfig(num_blocks=0), num_sublayers=14),
+    "last_read_joins_block": Stack(AttnResConfig(num_blocks=2), num_sublayers=14),
     "seventeen_sources": Stack(AttnResConfig(num_blocks=0), num_sublayers=16),
     "streamed_low_rank": Stack(AttnResConfig(num_blocks=0, key=LOW_RANK), 20, num_sublayers=20),
     "streamed_full_norm": Stack(AttnResConfig(num_blocks=0, key=FULL_NORM), num_sublayers=18),

@@ -233,7 +233,7 @@ def test_large_scores(size: float, num_sources: int) -> None:
 
 
 @pytest.mark.parametrize("out_norm_eps", [None, 1e-6])
-def test_a_read_saves_its_sources_and_numbers_only(out_norm_eps: float | None) -> None:
+def test_a_read_saves_its_sources_output_and_numbers_only(out_norm_eps: float | None) -> None:
     values = [torch.randn(3, 4, 64, requires_grad=True) for _ in range(5)]
     query = torch.randn(2, 64, requires_grad=True)
     kept: list[Tensor] = []
@@ -242,10 +242,10 @@ def test_a_read_saves_its_sources_and_numbers_only(out_norm_eps: float | None) -
     known = {x.data_ptr() for x in (*values, query)}
     assert known <= {x.data_ptr() for x in kept}
     own = sum(x.numel() for x in kept if x.data_ptr() not in known)
-    numbers = 5 * 2 + 5 + 2  # per token: scores, norms, log-sum-exps
+    numbers = 5 * 2 + 5 + 2 + 2 * 64  # per token: scores, norms, log-sum-exps, outputs as returned
+    assert out.data_ptr() in {x.data_ptr() for x in kept}
     if out_norm_eps is not None:
-        numbers += 2 + 2 * 64  # norms of the outputs, and the outputs as returned
-        assert out.data_ptr() in {x.data_ptr() for x in kept}
+        numbers += 2  # norms of the outputs
     assert own == 12 * numbers
 
 
@@ -299,9 +299,9 @@ def test_operations_are_registered_as_torch_expects(name: str) -> None:
     bias, null = given.get("bias"), given.get("null")
     read = (leaves["values"], leaves.get("keys", []), given["query"], bias, null)
     torch.library.opcheck(attend_op, (*read, torch.float32, norm, *rule))
-    out, lse, dots, rstds, out_rstds = attend_op(*read, torch.float32, norm, *rule)
-    of_norm = (None, None) if norm is None else (out_rstds, out)
-    check_gradient(attend_backward_op, (out, lse, *read, dots, rstds, lse, *of_norm), rule)
+    *results, out_rstds = attend_op(*read, torch.float32, norm, *rule)
+    results.append(None if norm is None else out_rstds)
+    check_gradient(attend_backward_op, (*results[:2], *read, *results), rule)
     one = make_merge(case, torch.float32)
     tensors = [one.get(key) for key in ("out", "lse", "value", "query", "key")]
     bias = one["bias"].detach().unsqueeze(1).requires_grad_() if "bias" in one else None

@@ -11,8 +11,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from depthroute.ops.checks import Merge, Read
+from depthroute.ops.kernels.results import Attended
 from depthroute.ops.registered import attend_op, merge_op
 from depthroute.ops.scores import ScoreRule
+
+_NUM_RESULTS = len(Attended._fields)
 
 
 def attend(read: Read, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -62,8 +65,7 @@ class _Attend(torch.autograd.Function):
 
         values, keys = tensors[:num_sources], tensors[num_sources:] or None
         result = depth_attend_fwd(values, keys, query, bias, null, rule, out_dtype, out_norm_eps)
-        numbers = (result.dots, result.rstds, result.lse, result.out_rstds, result.normed)
-        ctx.save_for_backward(query, bias, null, *numbers, *tensors)
+        ctx.save_for_backward(query, bias, null, *result, *tensors)
         ctx.rule, ctx.num_sources = rule, num_sources
         ctx.set_materialize_grads(False)
         return result.out, result.lse
@@ -73,12 +75,13 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
         from depthroute.ops.kernels.depth_attend_bwd import depth_attend_bwd
 
-        query, bias, null, dots, rstds, lse, out_rstds, normed, *tensors = ctx.saved_tensors
+        query, bias, null, *rest = ctx.saved_tensors
+        read, tensors = Attended(*rest[:_NUM_RESULTS]), rest[_NUM_RESULTS:]
         values, keys = tensors[: ctx.num_sources], tensors[ctx.num_sources :] or None
         if grad_out is None:
             grad_out = values[0].new_zeros((len(query), *values[0].shape))
-        saved = (dots, rstds, lse, ctx.rule, out_rstds, normed)
-        grads = depth_attend_bwd(grad_out, grad_lse, values, keys, query, bias, null, *saved)
+        given = (values, keys, query, bias, null)
+        grads = depth_attend_bwd(grad_out, grad_lse, *given, read, ctx.rule)
         return (
             grads.query,
             grads.bias,

@@ -61,11 +61,11 @@ def attend_backward_op(
     query: Tensor,
     bias: Tensor | None,
     null: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
     dots: Tensor,
     rstds: Tensor,
-    lse: Tensor,
     out_rstds: Tensor | None,
-    normed: Tensor | None,
     heads: int,
     key_norm: str,
     eps: float,
@@ -75,8 +75,9 @@ def attend_backward_op(
     from depthroute.ops.kernels.depth_attend_bwd import depth_attend_bwd
 
     rule = ScoreRule(heads, cast(KeyNorm, key_norm), eps, scale)
-    saved = (dots, rstds, lse, rule, out_rstds, normed)
-    grads = depth_attend_bwd(grad_out, grad_lse, values, keys or None, query, bias, null, *saved)
+    read = Attended(out, lse, dots, rstds, out_rstds)
+    given = (values, keys or None, query, bias, null)
+    grads = depth_attend_bwd(grad_out, grad_lse, *given, read, rule)
     return without_none(grads, query)
 
 
@@ -87,23 +88,23 @@ def _(grad_out, grad_lse, values, keys, query, bias, null, *rest):  # type: igno
 
 def _attend_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     values, keys, query, bias, null, _, out_norm_eps, *ctx.rule = inputs
-    out, lse, dots, rstds, out_rstds = output
-    of_norm = (None, None) if out_norm_eps is None else (out_rstds, out)
+    *results, out_rstds = output
     ctx.num_sources = len(values)
-    ctx.save_for_backward(query, bias, null, dots, rstds, lse, *of_norm, *values, *keys)
+    factors = None if out_norm_eps is None else out_rstds
+    ctx.save_for_backward(query, bias, null, *results, factors, *values, *keys)
     ctx.set_materialize_grads(False)
 
 
 def _attend_backward(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *unused: Tensor | None
 ) -> tuple[Any, ...]:
-    query, bias, null, dots, rstds, lse, out_rstds, normed, *tensors = ctx.saved_tensors
+    query, bias, null, out, lse, dots, rstds, out_rstds, *tensors = ctx.saved_tensors
     values, keys = tensors[: ctx.num_sources], tensors[ctx.num_sources :]
     if grad_out is None:
         grad_out = values[0].new_zeros((len(query), *values[0].shape))
-    numbers = (dots, rstds, lse, out_rstds, normed)
+    read = (out, lse, dots, rstds, out_rstds)
     grads = attend_backward_op(
-        grad_out, grad_lse, values, keys, query, bias, null, *numbers, *ctx.rule
+        grad_out, grad_lse, values, keys, query, bias, null, *read, *ctx.rule
     )
     return (
         list(grads[0].unbind(0)),

@@ -23,7 +23,7 @@ from depthroute.residual.depth_blocks import (
 from depthroute.residual.keys import KeyConfig, TailKey, build_key
 
 # reads that one pass over the closed sources serves, where blocks are shorter
-_READS_AHEAD = 6
+_READS_AHEAD = 7
 _NUM_ROLES = {"shared": 1, "qk_v": 2, "q_k_v": 3}
 
 

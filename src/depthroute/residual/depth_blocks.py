@@ -64,12 +64,13 @@ def block_stops(ends: tuple[int, ...]) -> tuple[int, ...]:
 def read_groups(ends: tuple[int, ...], most: int) -> tuple[int, ...]:
     """Return the sites where one pass over the closed sources may serve reads to come.
 
-    Whole blocks share a pass up to `most` reads, and longer ones have one of their own; the last
-    read, after all writes, counts as one more. Ends `(6, 12)` with at most 6 give `(1, 6, 12)`,
-    ends `(1, 2, 3, 4)` with at most 3 give `(1, 3)`.
+    Whole blocks share a pass up to `most` reads, and longer ones have one of their own. The last
+    read, after all writes, joins a pass that serves `most` or fewer: alone it would read all
+    sources. Ends `(6, 12)` with at most 6 give `(1, 6)`, ends `(1, 2, 3, 4)` with at most 3 give
+    `(1, 3)`, ends `(8,)` with at most 6 give `(1, 8)`.
     """
     groups, last = [1] if ends else [], 0
-    for end, following in pairwise((*ends, ends[-1] + 1 if ends else 0)):
+    for end, following in pairwise((*ends, *ends[-1:])):
         if following - last > most:
             groups.append(end)
             last = end

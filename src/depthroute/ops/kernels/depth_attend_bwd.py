@@ -13,16 +13,15 @@ from torch import Tensor
 from depthroute.ops.kernels import tuning
 from depthroute.ops.kernels.gradient import norm_backward, source_backward
 from depthroute.ops.kernels.layout import Layout, as_bias, as_query_rows, of_queries
-from depthroute.ops.kernels.results import AttendGradients
+from depthroute.ops.kernels.results import Attended, AttendGradients, empty_stack
 from depthroute.ops.kernels.sources import (
     key_tile_of,
-    load_rows,
     load_sources,
     num_programs,
     pack,
     tile_of,
 )
-from depthroute.ops.kernels.sums import inner_products, sum_programs
+from depthroute.ops.kernels.sums import inner_products
 from depthroute.ops.scores import ScoreRule
 
 BESIDE_QUERY = tl.constexpr(tuning.BESIDE_QUERY)
@@ -36,33 +35,26 @@ def depth_attend_bwd(
     query: Tensor,
     bias: Tensor | None,
     null: Tensor | None,
-    dots: Tensor,
-    rstds: Tensor,
-    lse: Tensor,
+    read: Attended,
     rule: ScoreRule,
-    out_rstds: Tensor | None = None,
-    normed: Tensor | None = None,
 ) -> AttendGradients:
     """Launch the backward pass on validated arguments and the results of the forward pass."""
     at = Layout.of(values, keys, query, rule)
-    grads = AttendGradients.empty(values, keys, query, bias, null)
+    grad_values, grad_keys = empty_stack(values), None if keys is None else empty_stack(keys)
     if not at.T:
-        return grads._replace(
-            query=query.new_zeros(query.shape),
-            bias=None if bias is None else bias.new_zeros(bias.shape),
-            null=None if null is None else null.new_zeros(null.shape),
-        )
+        zeros = (None if x is None else x.new_zeros(x.shape) for x in (bias, null))
+        return AttendGradients(grad_values, grad_keys, query.new_zeros(query.shape), *zeros)
     launch = tuning.backward(at)
     programs = num_programs(at.T, launch.programs, query.device)
     packed = pack(values, keys, launch)
     upstream, query_rows = as_query_rows(grad_out), query.float().contiguous()
+    null_rows = None if null is None else null.contiguous()
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
-    null = None if null is None else null.contiguous()
     flat_bias = as_bias(bias, at, values[0].shape[:-1])
     # one row for each program, summed below: no atomics, so that two runs agree
-    grad_query = lse.new_empty((programs, at.Q, at.R))
-    grad_null = None if null is None else lse.new_empty((programs, at.Q, at.H))
-    grad_logits = torch.empty_like(dots) if bias is not None or at.key_heads_apart else None
+    grad_query = read.lse.new_empty((programs, at.Q, at.R))
+    grad_null = None if null is None else read.lse.new_empty((programs, at.Q, at.H))
+    grad_logits = torch.empty_like(read.dots) if bias is not None or at.key_heads_apart else None
     for first in range(0, at.Q, launch.queries):
         group = first, min(launch.queries, at.Q - first)
         depth_attend_bwd_kernel[(programs,)](
@@ -72,13 +64,14 @@ def depth_attend_bwd(
             packed.keys,
             of_queries(query_rows, 0, *group),
             flat_bias and flat_bias._replace(data=of_queries(flat_bias.data, 0, *group)),
-            of_queries(null, 0, *group),
-            of_queries(dots, 2, *group),
-            rstds,
-            of_queries(lse, 0, *group),
-            of_queries(out_rstds, 0, *group),
-            of_queries(normed, 0, *group),
-            *grads[:2],
+            of_queries(null_rows, 0, *group),
+            of_queries(read.out, 0, *group),
+            of_queries(read.lse, 0, *group),
+            of_queries(read.dots, 2, *group),
+            read.rstds,
+            of_queries(read.out_rstds, 0, *group),
+            grad_values,
+            grad_keys,
             of_queries(grad_query, 1, *group),
             of_queries(grad_logits, 2, *group),
             of_queries(grad_null, 1, *group),
@@ -99,12 +92,13 @@ def depth_attend_bwd(
             num_warps=launch.num_warps,
             maxnreg=launch.max_registers,
         )
-    sum_programs(grad_query, grads.query)
-    if grad_null is not None:
-        sum_programs(grad_null, grads.null)
-    if bias is not None:
-        grads = grads._replace(bias=_sum_to_bias(grad_logits, bias))
-    return grads
+    return AttendGradients(
+        grad_values,
+        grad_keys,
+        grad_query.sum(0).to(query.dtype),
+        None if bias is None else _sum_to_bias(grad_logits, bias),
+        None if null is None else grad_null.sum(0).to(null.dtype),
+    )
 
 
 def _sum_to_bias(grad_logits: Tensor, bias: Tensor) -> Tensor:
@@ -136,7 +130,7 @@ def weight_of(
 
 @triton.jit
 def depth_attend_bwd_kernel(
-    grad_out, grad_lse, values, keys, query, bias, null, dots, rstds, lse, out_rstds, normed,
+    grad_out, grad_lse, values, keys, query, bias, null, out, lse, dots, rstds, out_rstds,
     grad_values, grad_keys, grad_query, grad_logits, grad_null,
     stride_g_query, stride_g_token, num_tokens, num_sources, scale,
     Q: tl.constexpr, COUNT: tl.constexpr, QP: tl.constexpr, ACCUMULATE: tl.constexpr,
@@ -147,9 +141,9 @@ def depth_attend_bwd_kernel(
 ):  # fmt: skip
     """Loop over tokens; what every logit's gradient needs of all sources comes before the rest.
 
-    That is `<grad, out>`. Resident sources give it by the inner products that each needs anyway.
-    Others are read twice, the second time from a cache: first they are mixed again. Weights are
-    computed twice as well, and not held between.
+    That is `<grad, out>`. Resident sources give it exactly, by the inner products that each needs
+    anyway; their weights are computed twice, and not held between. Others would have to be read
+    twice: there it is taken of the output, rounded as it is.
     The query's gradient stays in registers, one row for each program: summed in a fixed order, no
     two runs differ.
     """
@@ -177,8 +171,15 @@ def depth_attend_bwd_kernel(
     for t in tl.range(pid, num_tokens, tl.num_programs(0), num_stages=STAGES):
         o_row = tl.cast(t, tl.int64)
         b_g = tl.load(grad_out + o_row * stride_g_token + o_g, mask=m_g, other=0.0).to(tl.float32)
+        if out_rstds is not None or not RESIDENT:
+            o_out = o_j.to(tl.int64) * num_tokens + o_row
+            p_out = out + o_out * D + o_v[None, :, :]
+            b_out = tl.load(p_out, mask=m_g, other=0.0).to(tl.float32)
         if out_rstds is not None:
-            b_g = norm_backward(b_g, out_rstds, normed, o_j, m_j, o_v, m_g, o_row, num_tokens, D)
+            b_factor = tl.load(out_rstds + o_out, mask=m_j, other=1.0)
+            b_g = norm_backward(b_g, b_out, b_factor, D)
+            if not RESIDENT:
+                b_out /= b_factor
         o_lse = (o_q.to(tl.int64)[:, None] * num_tokens + o_row) * H + o_h[None, :]
         b_lse = tl.load(lse + o_lse, mask=m_qh, other=0.0)
         if grad_lse is None:
@@ -198,16 +199,7 @@ def depth_attend_bwd_kernel(
                 )  # fmt: skip
                 b_rest -= b_w * b_as[c]
         else:
-            b_mix = tl.zeros([QP, HP, BC], tl.float32)
-            for start in range(0, num_sources, CHUNK):
-                b_vs = load_rows(values, start, o_row, num_sources, o_v, m_v, CHUNK, False, ALIGNED)
-                for c in tl.static_range(CHUNK):
-                    b_w, b_dot, b_r = weight_of(
-                        dots, rstds, bias, b_lse, o_row, start + c, o_q, o_qh,
-                        m_qh & (start + c < num_sources), num_sources, scale, Q, COUNT, H,
-                    )  # fmt: skip
-                    b_mix += b_w[:, :, None] * b_vs[c].to(tl.float32)[None, :, :]
-            b_rest -= tl.sum(b_mix * b_g, axis=2)
+            b_rest -= tl.sum(b_g * b_out, axis=2)
         if null is not None:
             b_null = tl.load(null + o_qh, mask=m_qh, other=0.0)
             b_dnull += tl.where(m_qh, tl.exp(b_null - b_lse) * b_rest, 0.0)

@@ -25,7 +25,6 @@ from depthroute.ops.kernels.sources import (
     num_programs,
     tile_of,
 )
-from depthroute.ops.kernels.sums import sum_programs
 from depthroute.ops.scores import ScoreRule
 
 
@@ -135,7 +134,7 @@ def depth_merge_bwd(
         num_warps=launch.num_warps,
         maxnreg=launch.max_registers,
     )
-    sum_programs(grad_query, grads.query)
+    grads = grads._replace(query=grad_query.sum(0).to(query.dtype))
     if bias is not None:
         grads = grads._replace(bias=grad_logits.sum(-1).T.reshape(bias.shape).contiguous())
     return grads
@@ -233,7 +232,10 @@ def depth_merge_bwd_kernel(
         p_g = grad_out + o_j.to(tl.int64) * stride_g_query + o_row * stride_g_token
         b_g = tl.load(p_g + o_v[None, :, :], mask=m_out, other=0.0).to(tl.float32)
         if out_rstds is not None:
-            b_g = norm_backward(b_g, out_rstds, normed, o_j, m_j, o_v, m_out, o_row, num_tokens, D)
+            o_out = o_j.to(tl.int64) * num_tokens + o_row
+            p_normed = normed + o_out * D + o_v[None, :, :]
+            b_normed = tl.load(p_normed, mask=m_out, other=0.0).to(tl.float32)
+            b_g = norm_backward(b_g, b_normed, tl.load(out_rstds + o_out, mask=m_j, other=1.0), D)
         p_old = old + o_j.to(tl.int64) * stride_o_query + o_row * stride_o_token
         b_old = tl.load(p_old + o_v[None, :, :], mask=m_out, other=0.0).to(tl.float32)
         b_v = tl.load(value + o_row * stride_v + o_v, mask=m_v, other=0.0).to(tl.float32)

@@ -55,19 +55,13 @@ def source_backward(
 
 
 @triton.jit
-def norm_backward(
-    b_g, out_rstds, normed, o_j, m_j, o_v, m_g, o_row, num_tokens, D: tl.constexpr
-):  # fmt: skip
-    """Take the gradient `[Q, H, D / H]` of outputs at one token back through their norm.
+def norm_backward(b_g, b_normed, b_factor, D: tl.constexpr):
+    """Take the gradient `[Q, H, D / H]` of normed outputs at one token back through their norm.
 
     Args:
         b_g: Gradient of the normed outputs.
-        out_rstds, normed: Factors of the norm, `[Q, T]`, and its results, `[Q, T, D]`.
-        o_j, m_j: Queries and which of them there are, `[Q, 1, 1]`.
-        o_v, m_g: Columns, `[H, D / H]`, and which numbers of `b_g` there are.
+        b_normed: The normed outputs.
+        b_factor: What the norm multiplied them by, `[Q, 1, 1]`.
     """
-    o_out = o_j.to(tl.int64) * num_tokens + o_row
-    b_x = tl.load(normed + o_out * D + o_v[None, :, :], mask=m_g, other=0.0).to(tl.float32)
-    b_norm = tl.load(out_rstds + o_out, mask=m_j, other=0.0)
-    b_along = tl.sum(tl.sum(b_g * b_x, axis=2), axis=1)[:, None, None] / D
-    return b_norm * (b_g - b_x * b_along)
+    b_along = tl.sum(tl.sum(b_g * b_normed, axis=2), axis=1)[:, None, None] / D
+    return b_factor * (b_g - b_normed * b_along)

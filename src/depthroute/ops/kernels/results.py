@@ -30,11 +30,6 @@ class Attended(NamedTuple):
             value.new_empty((at.Q, at.T), dtype=wide) if has_norm else None,
         )
 
-    @property
-    def normed(self) -> Tensor | None:
-        """The output, if the gradient of its norm needs it."""
-        return None if self.out_rstds is None else self.out
-
 
 class AttendGradients(NamedTuple):
     """Gradients of the arguments of a read; None for one that it lacks."""
@@ -56,8 +51,8 @@ class AttendGradients(NamedTuple):
     ) -> "AttendGradients":
         """Allocate them."""
         return cls(
-            values[0].new_empty((len(values), *values[0].shape)),
-            None if keys is None else keys[0].new_empty((len(keys), *keys[0].shape)),
+            empty_stack(values),
+            None if keys is None else empty_stack(keys),
             query.new_empty(query.shape),
             None if bias is None else bias.new_empty(bias.shape),
             None if null is None else null.new_empty(null.shape),
@@ -124,6 +119,11 @@ class MergeGradients(NamedTuple):
             None if key is None else key.new_empty(key.shape),
             None if bias is None else bias.new_empty(bias.shape),
         )
+
+
+def empty_stack(sources: Sequence[Tensor]) -> Tensor:
+    """Allocate `[S, *b, width]` for S sources."""
+    return sources[0].new_empty((len(sources), *sources[0].shape))
 
 
 def without_none(results: Sequence[Tensor | None], like: Tensor) -> tuple[Any, ...]:

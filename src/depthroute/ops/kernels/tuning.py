@@ -15,6 +15,9 @@ WARP_NUMBERS = {"sources": 6 * 1024, "queries": 7 * 1024}
 PROGRAM_NUMBERS, PROCESSOR_NUMBERS, OTHERS, REGISTERS = 54 * 1024, 55 * 1024, 1280, 65536
 # widest source that is loaded ahead, through shared memory, and bytes of that on a processor
 AHEAD_TILE, SHARED_BYTES = 1024, 220 * 1024
+# programs and stages for up to so many vectors of that width a token, the last ones for more: about
+# 24 vectors, 48 KiB, are on their way to a processor, and few programs have registers to spare
+AHEAD = {3: (4, 3), 5: (3, 3), 10: (2, 3), 0: (3, 2)}
 # sources that a program can hold beside the query; beside more, it is loaded for each token
 BESIDE_QUERY = 8
 
@@ -61,29 +64,33 @@ def backward(at: Layout) -> Launch:
             queries //= 2
         launch = _looping(2 * _source(at) + queries * one, 2, False, "queries")
         return launch._replace(queries=queries)
-    if held := resident_backward(at.S, at.S * _source(at) + one, at.value_tile, at.S + 1):
-        # heads may pass numbers through memory, where a load ahead would come too early
-        return held if at.keys == "value" and at.H == 1 else held._replace(stages=1)
+    # heads may pass numbers through memory, where a load ahead would come too early
+    rows = at.S + 1 if at.keys == "value" and at.H == 1 else None
+    if held := resident_backward(at.S, at.S * _source(at) + one, at.value_tile, rows):
+        return held
     chunk = 4 if 4 * _source(at) + one <= PROGRAM_NUMBERS else 2
     return _looping(chunk * _source(at) + one, chunk, False, "sources")
 
 
-def resident_backward(num_sources: int, numbers: int, tile: int, rows: int) -> Launch | None:
+def resident_backward(num_sources: int, numbers: int, tile: int, rows: int | None) -> Launch | None:
     """Choose the launch of programs that hold all sources of a token; None if they cannot.
 
     Args:
         num_sources: How many.
         numbers: All that a program holds.
         tile: Numbers of a source.
-        rows: Vectors that it loads for a token.
+        rows: Vectors that it loads for a token; None if not ahead.
     """
     if num_sources > BACKWARD_RESIDENT or numbers > PROGRAM_NUMBERS:
         return None
-    stages, most = 1 if tile > AHEAD_TILE else 2, 16
-    if stages == 2 and num_sources <= BESIDE_QUERY:  # more leave no registers for addresses
-        # two tokens of 16-bit numbers, or one of 32-bit ones
-        stages, most = 3, SHARED_BYTES // (4 * rows * tile)
-    return _looping(numbers, num_sources, True, "sources", most)._replace(stages=stages)
+    if rows is None or tile > AHEAD_TILE:
+        return _looping(numbers, num_sources, True, "sources")
+    programs, stages = next(way for most, way in AHEAD.items() if rows <= most or not most)
+    narrower = AHEAD_TILE // tile
+    # two tokens of 16-bit numbers, or one of 32-bit ones
+    most = min(programs * narrower, SHARED_BYTES // (4 * rows * tile))
+    num_warps = max(_warps(numbers, WARP_NUMBERS["sources"]), 4 // narrower)
+    return _filling(numbers, num_warps, most, num_sources, True)._replace(stages=stages)
 
 
 @lru_cache
@@ -110,9 +117,13 @@ def _warps(numbers: int, of_a_warp: int) -> int:
     return min(16, power_of_two(-(-numbers // of_a_warp)))
 
 
-def _looping(numbers: int, chunk: int, resident: bool, kind: str, most: int = 16) -> Launch:
+def _looping(numbers: int, chunk: int, resident: bool, kind: str) -> Launch:
+    """Choose the launch of programs that need no warps but for their numbers."""
+    return _filling(numbers, _warps(numbers, WARP_NUMBERS[kind]), 16, chunk, resident)
+
+
+def _filling(numbers: int, num_warps: int, most: int, chunk: int, resident: bool) -> Launch:
     """Fill a processor: a program too many would start when the others end."""
-    num_warps = _warps(numbers, WARP_NUMBERS[kind])
     programs = max(1, min(PROCESSOR_NUMBERS // (numbers + OTHERS), 16 // num_warps, most))
     registers = min(255, REGISTERS // (programs * num_warps * 32) // 8 * 8)
     return Launch(num_warps, chunk, resident, programs, registers)
