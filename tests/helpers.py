@@ -216,8 +216,9 @@ class ToyModel(nn.Module):
         self.sublayers = nn.ParameterList(
             torch.randn(width + null, dim) * (2.0 / dim) ** 0.5 for null in self.has_null
         )
+        # logits of order one: a softmax of large ones turns roundings into errors of any size
         for parameter in self.residual.parameters():
-            nn.init.normal_(parameter, std=0.5)
+            nn.init.normal_(parameter, std=min(0.5, 2.0 / max(1, parameter.shape[-1]) ** 0.5))
 
     def sublayer(self, site: int, inputs: tuple[Tensor, ...]) -> Tensor:
         h = sum(inputs)

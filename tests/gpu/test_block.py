@@ -81,8 +81,12 @@ def test_stacks_in_single_precision_equal_float64(name: str) -> None:
     ids=["routed", "plain", "one_block", *WIDER],
 )
 def test_stacks_in_bfloat16_are_as_good_as_plain_pytorch(stack: Stack) -> None:
-    runs = run_thrice(stack, torch.bfloat16, "cuda", BATCH)
-    assert mean_error(runs.tested, runs.exact) <= 2 * mean_error(runs.plain, runs.exact)
+    tested = plain = 0.0
+    for _ in range(4):  # how much a stack makes of a rounding differs from draw to draw
+        runs = run_thrice(stack, torch.bfloat16, "cuda", BATCH)
+        tested += mean_error(runs.tested, runs.exact)
+        plain += mean_error(runs.plain, runs.exact)
+    assert tested <= 2 * plain
 
 
 def test_the_size_of_a_model() -> None:
