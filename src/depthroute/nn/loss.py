@@ -39,7 +39,8 @@ def linear_cross_entropy(
         weight: `[V, D]`.
         targets: `[...]`, int64 in `[0, V)`, or `IGNORE`.
         chunk_tokens: Tokens per chunk, >= 1.
-        chunk: What computes a chunk; None is `chunk_sums`, a compiled form of it may be given.
+        chunk: What computes a chunk; None is `chunk_sums`, a compiled form of it may be given. The
+            last chunk is left to `chunk_sums` if it is smaller than the others.
 
     Returns:
         The sums; a batch without targets gives zeros with zero gradients.
@@ -56,10 +57,14 @@ def linear_cross_entropy(
         raise ValueError(f"chunk_tokens must be >= 1, got {chunk_tokens}")
     hidden, targets = hidden.flatten(0, -2), targets.flatten()
     weight = weight.to(hidden.dtype)
-    sums = [
-        checkpoint(chunk or chunk_sums, h, weight, t, use_reentrant=False, preserve_rng_state=False)
-        for h, t in zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True)
-    ]
+    sums = []
+    for h, t in zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
+        # a compiled form has a graph for each size, or one for all after some: which of them runs
+        # must not change between a chunk and its recomputation, as what they keep may differ
+        is_whole = len(t) == min(chunk_tokens, len(targets))
+        sums_of = chunk if chunk is not None and is_whole else chunk_sums
+        options = {"use_reentrant": False, "preserve_rng_state": False}
+        sums.append(checkpoint(sums_of, h, weight, t, **options))
     cross_entropy, squared_lse = (torch.stack(part).sum() for part in zip(*sums, strict=True))
     return LossSums(cross_entropy, squared_lse, (targets != IGNORE).sum())
 

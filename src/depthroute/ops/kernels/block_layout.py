@@ -80,7 +80,7 @@ def ahead_forward(at: BlockLayout) -> Rows:
     """Choose the launch of `read_ahead`; its programs share the queries of a token."""
     if at.T <= FEW_TOKENS:  # less than fills a device: what counts is how long a program takes
         return Rows(_warps(at.D, 256), at.Q)
-    num_warps = _warps(-(-at.S * power_of_two(at.D) // 6), 1024)
+    num_warps = _warps((at.S + 2) * power_of_two(at.D), 8192)  # a query and a read beside them
     # so few that six programs of two warps fit a processor, or three of four
     return Rows(num_warps, max_registers=168 if at.S == 8 and num_warps > 1 else None)
 
