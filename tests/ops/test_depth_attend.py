@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from depthroute.ops import depth_attend, depth_weights
+from depthroute.ops import depth_attend, depth_read, depth_weights
 from depthroute.ops.reference import depth_attend_reference
 from helpers import assert_all_close, assert_close, gradients, ignore_dynamo_warnings, literal_read
 from read_cases import (
@@ -390,3 +390,13 @@ def test_laws_of_a_read(seed: int, num_sources: int, rank: int, heads: int, size
     # a source's size does not change who is looked at
     scaled = torch.cat([values[:-1], size * values[-1:]])
     assert_close(depth_weights(scaled, query, heads=heads, eps=1e-14), weights, rtol=1e-7)
+
+
+@pytest.mark.parametrize("num_queries", [0, 2])
+def test_a_read_is_the_mix_alone(num_queries: int) -> None:
+    values, query = list(torch.randn(3, 2, 4, 8)), torch.randn(5)
+    if num_queries:
+        query = query * torch.ones(num_queries, 1)
+    for more in ({}, {"key_norm": "full", "bias": torch.randn(3)}):
+        expected, _ = depth_attend(values, query, eps=1e-2, **more)
+        assert torch.equal(depth_read(values, query, 1e-2, **more), expected)

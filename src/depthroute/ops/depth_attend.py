@@ -40,7 +40,7 @@ def depth_attend(
 
     The gradient is a closed form that saves the sources, and per source and token one logit for
     each query and head and one inverse root mean square; nothing of the sources' size is copied.
-    A normed output is saved too, as returned, with its own inverse root mean squares.
+    The output is saved too, as returned, by the kernels and where it is normed.
 
     Args:
         values: S sources `[*b, D]`, as a sequence or stacked `[S, *b, D]`; any strides.
@@ -99,6 +99,26 @@ def depth_attend(
             *(read.keys or ()),
         )
     return (out, lse) if query.ndim == 2 else (out.squeeze(0), lse.squeeze(0))
+
+
+def depth_read(
+    values: Sequence[Tensor] | Tensor, query: Tensor, eps: float = 1e-6, **options: Any
+) -> Tensor:
+    """Return the mix of `depth_attend` alone: `out = sum_i weight_i value_i`.
+
+    Args:
+        values: S sources `[*b, D]`, as a sequence or stacked.
+        query: `[R]`, or `[Q, R]` for several reads.
+        eps: Added to the mean square under the norm of the keys, > 0.
+        options: Others of `depth_attend`.
+
+    Returns:
+        `[*b, D]` for a query `[R]`, else `[Q, *b, D]`.
+
+    Raises:
+        ValueError: As `depth_attend`.
+    """
+    return depth_attend(values, query, eps=eps, **options)[0]
 
 
 class _DepthAttend(torch.autograd.Function):
