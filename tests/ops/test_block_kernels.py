@@ -200,6 +200,14 @@ def test_blocks_of_columns_join(
     assert_all_close(runs.tested, runs.exact, runs.names, RTOL)
 
 
+def test_merges_that_a_program_cannot_hold_go_back_in_two_passes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(block_layout, "one_query_backward", lambda at, adds: None)
+    runs = run_thrice(STACKS["last_read_joins"], torch.float32)
+    assert_all_close(runs.tested, runs.exact, runs.names, RTOL)
+
+
 def test_more_sources_than_a_tile_holds_are_read_one_by_one(
     monkeypatch: pytest.MonkeyPatch, launches: Counter[str]
 ) -> None:
