@@ -1,5 +1,6 @@
 """How the kernels are launched: a rule by shape, no search at run time."""
 
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -15,9 +16,9 @@ WARP_NUMBERS = {"sources": 6 * 1024, "queries": 7 * 1024}
 PROGRAM_NUMBERS, PROCESSOR_NUMBERS, OTHERS, REGISTERS = 54 * 1024, 55 * 1024, 1280, 65536
 # widest source that is loaded ahead, through shared memory, and bytes of that on a processor
 AHEAD_TILE, SHARED_BYTES = 1024, 220 * 1024
-# programs and stages for up to so many vectors of that width a token, the last ones for more: about
-# 24 vectors, 48 KiB, are on their way to a processor, and few programs have registers to spare
-AHEAD = {3: (4, 3), 5: (3, 3), 10: (2, 3), 0: (3, 2)}
+# for up to so many vectors of that width a token: programs and stages. About 24 vectors, 48 KiB, are
+# on their way to a processor, and few programs have registers to spare
+AHEAD = ((3, 4, 3), (5, 3, 3), (10, 2, 3), (math.inf, 3, 2))
 # sources that a program can hold beside the query; beside more, it is loaded for each token
 BESIDE_QUERY = 8
 
@@ -85,7 +86,7 @@ def resident_backward(num_sources: int, numbers: int, tile: int, rows: int | Non
         return None
     if rows is None or tile > AHEAD_TILE:
         return _looping(numbers, num_sources, True, "sources")
-    programs, stages = next(way for most, way in AHEAD.items() if rows <= most or not most)
+    programs, stages = next(way for most, *way in AHEAD if rows <= most)
     narrower = AHEAD_TILE // tile
     # two tokens of 16-bit numbers, or one of 32-bit ones
     most = min(programs * narrower, SHARED_BYTES // (4 * rows * tile))
