@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from depthroute.nn import Linear, OutProjection
-from helpers import assert_close
+from helpers import assert_all_close, assert_close
 
 
 def filled(module: Linear) -> Linear:
@@ -32,13 +32,19 @@ def test_product_runs_in_the_dtype_of_the_input(emit_dim: int) -> None:
         assert parameter.dtype == parameter.grad.dtype == torch.float32
 
 
-def test_emitted_columns_follow_the_output() -> None:
+@pytest.mark.parametrize("batch", [(), (3,), (0, 3), (2, 2), (5,), (2, 4)])
+def test_emitted_columns_follow_the_output(batch: tuple[int, ...]) -> None:
+    """Fewer tokens than input columns, as many, and more."""
     projection = filled(OutProjection(5, 7, 2)).double()
-    x = torch.randn(3, 5, dtype=torch.float64)
-    y = projection(x)
-    assert y.shape == (3, 9)
-    assert_close(y[:, :7], x @ projection.weight.T)
-    assert_close(y[:, 7:], x @ projection.emit_weight.T)
+    leaves = [torch.randn(*batch, 5, dtype=torch.float64, requires_grad=True)]
+    leaves += projection.parameters()
+    y, upstream = projection(leaves[0]), torch.randn(*batch, 9, dtype=torch.float64)
+    assert y.shape == (*batch, 9)
+    wanted = [leaves[0] @ weight.T for weight in leaves[1:]]
+    assert_all_close([y[..., :7], y[..., 7:]], wanted, ["out", "emitted"])
+    expected = torch.autograd.grad(wanted, leaves, [upstream[..., :7], upstream[..., 7:]])
+    got = torch.autograd.grad(y, leaves, upstream)
+    assert_all_close(got, expected, ["x", "weight", "emit_weight"])
 
 
 def test_without_emitted_columns_there_is_no_parameter_for_them() -> None:

@@ -1,5 +1,7 @@
 """Matrix products: float32 master weights, computed in the dtype of the input."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -25,8 +27,9 @@ class Linear(nn.Module):
 class OutProjection(Linear):
     """The last product of a sublayer, which may emit extra columns for the residual scheme.
 
-    `y = x [W; W_emit]^T`, one product. The emitted rows are a parameter of their own, so that they
-    are initialised, decayed and orthogonalised apart from `W`.
+    `y = x [W; W_emit]^T`: one product of the joined weights or, for fewer tokens than `in_dim`, the
+    joined results of two, whichever moves less. The emitted rows are a parameter of their own, so
+    that they are initialised, decayed and orthogonalised apart from `W`.
 
     Args:
         in_dim: Width of the input.
@@ -43,4 +46,8 @@ class OutProjection(Linear):
         """Map `[..., in_dim]` to `[..., out_dim + emit_dim]`."""
         if self.emit_weight is None:
             return super().forward(x)
+        if math.prod(x.shape[:-1]) < x.shape[-1]:
+            return torch.cat(
+                [super().forward(x), F.linear(x, self.emit_weight.to(x.dtype))], dim=-1
+            )
         return F.linear(x, torch.cat([self.weight, self.emit_weight]).to(x.dtype))
