@@ -147,19 +147,19 @@ def compiled_for(capability: int, shape: Shape, folder: Path) -> list[Compiled]:
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_no_register_spills(shape: Shape, tmp_path: Path) -> None:
-    kernels = compiled_for(90, shape, tmp_path)
+def test_no_register_spills(shape: Shape, compiled: Path) -> None:
+    kernels = compiled_for(90, shape, compiled)
     assert not [kernel for kernel in kernels if kernel.stack_bytes]
 
 
 @pytest.mark.parametrize("capability", [80, 100])
 @pytest.mark.parametrize("name", ["eight", "five", "sixteen", "separate", "emitted", "streamed"])
-def test_other_generations_compile(name: str, capability: int, tmp_path: Path) -> None:
-    for kernel in compiled_for(capability, SHAPES[name], tmp_path):
+def test_other_generations_compile(name: str, capability: int, compiled: Path) -> None:
+    for kernel in compiled_for(capability, SHAPES[name], compiled):
         is_ahead = kernel.name == "read_ahead_fwd_kernel"
         assert kernel.stack_bytes <= (AHEAD_STACK_BYTES if is_ahead else 0), kernel
 
 
 @pytest.mark.parametrize("shape", BRANCHES.values(), ids=BRANCHES)
-def test_every_branch_compiles(shape: Shape, tmp_path: Path) -> None:
-    compiled_for(90, shape, tmp_path)
+def test_every_branch_compiles(shape: Shape, compiled: Path) -> None:
+    compiled_for(90, shape, compiled)

@@ -98,24 +98,24 @@ def launch_all(shape: Shape) -> None:
 
 @pytest.mark.parametrize("out_norm_eps", [None, 1e-6])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_no_register_spills(shape: Shape, out_norm_eps: float | None, tmp_path: Path) -> None:
-    with recorded_launches(90, tmp_path) as kernels:
+def test_no_register_spills(shape: Shape, out_norm_eps: float | None, compiled: Path) -> None:
+    with recorded_launches(90, compiled) as kernels:
         launch_all(shape._replace(out_norm_eps=out_norm_eps))
     assert len({kernel.name for kernel in kernels} - HELPERS) == 4
     assert not [kernel for kernel in kernels if kernel.stack_bytes]
 
 
 @pytest.mark.parametrize("shape", BRANCHES.values(), ids=BRANCHES)
-def test_every_branch_compiles(shape: Shape, tmp_path: Path) -> None:
-    with recorded_launches(90, tmp_path) as kernels:
+def test_every_branch_compiles(shape: Shape, compiled: Path) -> None:
+    with recorded_launches(90, compiled) as kernels:
         launch_all(shape)
     assert len({kernel.name for kernel in kernels} - HELPERS) == 4
 
 
 @pytest.mark.parametrize("capability", [80, 100])
 @pytest.mark.parametrize("name", ["five_low_rank", "full", "nine"])
-def test_other_generations_compile(name: str, capability: int, tmp_path: Path) -> None:
-    with recorded_launches(capability, tmp_path) as kernels:
+def test_other_generations_compile(name: str, capability: int, compiled: Path) -> None:
+    with recorded_launches(capability, compiled) as kernels:
         launch_all(SHAPES[name])
     assert not [kernel for kernel in kernels if kernel.stack_bytes]
 
