@@ -1,7 +1,7 @@
-"""Reads of other libraries, where they are installed, and ours in the same form.
+"""Reads of other libraries, where they are installed, in the form of `depth_read`.
 
 A function takes S sources `[T, D]`, a query `[R]` and an eps, and returns `[T, D]`. They agree with
-`depth_attend` of one query, but for rounding: most of them want the query in the sources' dtype.
+`depth_read` but for rounding: most of them want the query in the sources' dtype.
 """
 
 import importlib.util
@@ -10,14 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from depthroute.ops import depth_attend
-
 SingleRead = Callable[[Sequence[Tensor], Tensor, float], Tensor]
-
-
-def depthroute(values: Sequence[Tensor], query: Tensor, eps: float = 1e-6) -> Tensor:
-    """Ours."""
-    return depth_attend(values, query, eps=eps)[0]
 
 
 def fast_attnres(values: Sequence[Tensor], query: Tensor, eps: float) -> Tensor:
