@@ -44,10 +44,13 @@ class OutProjection(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[..., in_dim]` to `[..., out_dim + emit_dim]`."""
-        if self.emit_weight is None:
-            return super().forward(x)
-        if math.prod(x.shape[:-1]) < x.shape[-1]:
-            return torch.cat(
-                [super().forward(x), F.linear(x, self.emit_weight.to(x.dtype))], dim=-1
-            )
+        if self.emit_weight is None or math.prod(x.shape[:-1]) < x.shape[-1]:
+            return with_emitted(super().forward(x), x, self.emit_weight)
         return F.linear(x, torch.cat([self.weight, self.emit_weight]).to(x.dtype))
+
+
+def with_emitted(y: Tensor, x: Tensor, emit_weight: Tensor | None) -> Tensor:
+    """Return `[y, x W_emit^T]`, y alone if nothing is emitted."""
+    if emit_weight is None:
+        return y
+    return torch.cat([y, F.linear(x, emit_weight.to(x.dtype))], dim=-1)

@@ -57,14 +57,12 @@ def linear_cross_entropy(
         raise ValueError(f"chunk_tokens must be >= 1, got {chunk_tokens}")
     hidden, targets = hidden.flatten(0, -2), targets.flatten()
     weight = weight.to(hidden.dtype)
-    sums = []
+    # a compiled form has a graph for each size, or one for all after some: which of them runs must
+    # not change between a chunk and its recomputation, as what they keep may differ
+    whole, sums = min(chunk_tokens, len(targets)), []
     for h, t in zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
-        # a compiled form has a graph for each size, or one for all after some: which of them runs
-        # must not change between a chunk and its recomputation, as what they keep may differ
-        is_whole = len(t) == min(chunk_tokens, len(targets))
-        sums_of = chunk if chunk is not None and is_whole else chunk_sums
-        options = {"use_reentrant": False, "preserve_rng_state": False}
-        sums.append(checkpoint(sums_of, h, weight, t, **options))
+        run = chunk_sums if chunk is None or len(t) < whole else chunk
+        sums.append(checkpoint(run, h, weight, t, use_reentrant=False, preserve_rng_state=False))
     cross_entropy, squared_lse = (torch.stack(part).sum() for part in zip(*sums, strict=True))
     return LossSums(cross_entropy, squared_lse, (targets != IGNORE).sum())
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from depthroute.ops.block import BlockRead, Site
 from depthroute.ops.kernels.block_layout import BlockLayout
+from depthroute.ops.kernels.results import empty_stack
 
 
 class ReadAhead(NamedTuple):
@@ -54,8 +55,8 @@ class ReadAheadGradients(NamedTuple):
         values, keys = given.values, given.keys
         query = given.query if given.lse is None else slots[0]
         return cls(
-            values[0].new_empty((len(values), *values[0].shape)),
-            None if keys is None else keys[0].new_empty((len(keys), *keys[0].shape)),
+            empty_stack(values),
+            None if keys is None else empty_stack(keys),
             None if given.lse is None else given.lse.new_empty(given.lse.shape),
             query.new_empty(query.shape),
         )

@@ -24,7 +24,8 @@ from depthroute.ops.kernels.sources import (
 from depthroute.ops.kernels.sums import inner_products
 from depthroute.ops.scores import ScoreRule
 
-BESIDE_QUERY = tl.constexpr(tuning.BESIDE_QUERY)
+# sources that a program can hold beside the query; beside more, it is loaded for each token
+BESIDE_QUERY = tl.constexpr(8)
 
 
 def depth_attend_bwd(

@@ -10,13 +10,14 @@ from depthroute.ops.kernels.layout import power_of_two
 from depthroute.ops.kernels.select import pointer_to
 
 
-def sum_programs(rows: Tensor, total: Tensor, slots: Sequence[Tensor] = ()) -> None:
+def sum_programs(rows: Tensor, total: Tensor, slots: Sequence[Tensor]) -> None:
     """Sum what each program of a kernel has written, in an order of its own: two runs agree.
 
     Args:
         rows: `[programs, Q, *shape]`.
         total: Where the sum goes, `[Q, *shape]`.
-        slots: Rows that other kernels wrote for the last of the Q, `[programs, *shape]` each.
+        slots: Rows that other kernels wrote for the last of the Q, `[programs, *shape]` each; or
+            none.
     """
     num_queries = len(total)
     columns = total.numel() // num_queries

@@ -19,8 +19,6 @@ AHEAD_TILE, SHARED_BYTES = 1024, 220 * 1024
 # for up to so many vectors of that width a token: programs and stages. About 24 vectors, 48 KiB,
 # are on their way to a processor, and few programs have registers to spare
 AHEAD = ((3, 4, 3), (5, 3, 3), (10, 2, 3), (math.inf, 3, 2))
-# sources that a program can hold beside the query; beside more, it is loaded for each token
-BESIDE_QUERY = 8
 
 
 class Launch(NamedTuple):
