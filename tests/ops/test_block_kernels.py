@@ -38,7 +38,7 @@ from depthroute.ops import backend, block, use_backend
 from depthroute.ops import registered_block as registered
 from depthroute.ops.block import KeySum, add_merge_norm, add_norm, read_ahead
 from depthroute.ops.kernels import block_layout
-from depthroute.ops.kernels.block_layout import Columns
+from depthroute.ops.kernels.block_layout import BlockLayout, Columns
 from depthroute.residual import AttnResConfig, ProjectedKey, Summary, TailKey
 from helpers import ToyModel, assert_all_close, assert_close, gradients
 
@@ -88,7 +88,9 @@ def test_reads_of_a_block_and_all_gradients_equal_single_passes(
         assert_close(a, b, name, RTOL, least=1.0)  # a query of one source does nothing
 
 
-STREAMED = {
+IN_TILES = {
+    "two": Case(sources=2, queries=3, batch=(5,), width=37, rank=7, complete=False, closes=True),
+    "four": Case(sources=4, queries=17, batch=(3,), width=40, rank=40, closes=True, share=0.7),
     "seven": Case(sources=7, batch=(5,), closes=True),
     "eight": Case(sources=8, batch=(3,), width=37, rank=7, complete=False, share=0.7),
     "nine": Case(sources=9, width=20, rank=5, key_norm="full", closes=True, share=0.7),
@@ -99,14 +101,20 @@ STREAMED = {
 }
 
 
-@pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have sources streamed however few they are."""
-    monkeypatch.setattr(block_layout, "streams", lambda at, dtype: True)
+@pytest.fixture(params=["tiled", "streamed"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have sources taken by columns, however few they are."""
+
+    def choose(at: BlockLayout, dtype: torch.dtype) -> str:
+        if at.S > 16:
+            return "streamed"
+        return str(request.param) if at.S > 1 else "held"
+
+    monkeypatch.setattr(block_layout, "ahead_form", choose)
 
 
-@pytest.mark.parametrize("case", STREAMED.values(), ids=STREAMED)
-def test_streamed_reads_and_all_gradients_equal_single_passes(case: Case, streams: None) -> None:
+@pytest.mark.parametrize("case", IN_TILES.values(), ids=IN_TILES)
+def test_reads_by_columns_and_all_gradients_equal_single_passes(case: Case, form: None) -> None:
     exact, upstream = make(case), upstream_of(case)
     got = reads_and_gradients(case, exact.to(torch.float32), upstream)
     with use_backend("reference"):
@@ -115,8 +123,8 @@ def test_streamed_reads_and_all_gradients_equal_single_passes(case: Case, stream
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("case", STREAMED.values(), ids=STREAMED)
-def test_streamed_reads_in_bfloat16_are_as_good_as_plain_pytorch(case: Case, streams: None) -> None:
+@pytest.mark.parametrize("case", IN_TILES.values(), ids=IN_TILES)
+def test_reads_by_columns_in_bfloat16_are_as_good_as_plain_pytorch(case: Case, form: None) -> None:
     exact = make(case, dtype=torch.bfloat16)
     tested = scheduled(case, exact.to(torch.bfloat16))
     with use_backend("reference"):

@@ -39,8 +39,9 @@ def _read_ahead_alone(
 ) -> tuple[Ahead, tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Run phase 1 without gradients: an autograd function takes as long as a small launch."""
     first, out, lse, closed, *_ = registered.read_ahead_fwd(given)
-    ahead = Ahead(_reads(first, out), lse.unbind(0), given.query.unsqueeze(1).unbind(0), True, rest)
     values = given.values if closed is None else (*given.values[:-1], closed)
+    reads = _reads(first, out, values[-1], len(lse))
+    ahead = Ahead(reads, lse.unbind(0), given.query.unsqueeze(1).unbind(0), True, rest)
     return ahead, values, given.keys or ()
 
 
@@ -92,7 +93,8 @@ class _ReadAhead(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         rows = registered.site_rows(lse[0].numel(), values[0].shape[-1], query.device)
         slots = [row.expand(rows, query.shape[1]) for row in query.unbind(0)]
-        return (*_reads(first, out), *lse.unbind(0), *slots, *threaded)
+        reads = _reads(first, out, values[-1], len(query))
+        return (*reads, *lse.unbind(0), *slots, *threaded)
 
     @staticmethod
     @once_differentiable
@@ -213,8 +215,12 @@ class _Site(torch.autograd.Function):
         )
 
 
-def _reads(first: Tensor | None, out: Tensor) -> tuple[Tensor, ...]:
-    """Return the reads of phase 1."""
+def _reads(
+    first: Tensor | None, out: Tensor, source: Tensor, num_queries: int
+) -> tuple[Tensor, ...]:
+    """Return the reads of phase 1; those of a single source are the source."""
+    if first is None and not len(out):
+        return tuple(source.view_as(source) for _ in range(num_queries))
     return (*(() if first is None else (first,)), *out.unbind(0))
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +18,9 @@ _PACKED = torch.contiguous_format
 READS_AT_ONCE, GRADIENTS_AT_ONCE = 8, 12
 # of one decoding step
 FEW_TOKENS = 128
-# sources up to which `read_ahead` holds all of a token for several queries of many tokens; more are
-# streamed: read twice, but multiplied by tensor cores. Fewer if scores take few columns or none
-RESIDENT_FORWARD, RESIDENT_FORWARD_LOW_RANK = 8, 6
+# sources of several queries that a program of `read_ahead` holds; up to 16 are rows of tiles for
+# tensor cores beyond; of so many tokens, which are one to four waves of programs that hold them, sooner
+HELD, HELD_OF_FEW_WAVES, FEW_WAVES = 6, 2, range(1025, 4097)
 
 
 class BlockLayout(NamedTuple):
@@ -68,12 +68,17 @@ class Rows(NamedTuple):
     max_registers: int | None = None
 
 
-def streams(at: BlockLayout, dtype: torch.dtype) -> bool:
-    """Decide whether `read_ahead` streams the sources, or holds all of a token at once."""
+def ahead_form(at: BlockLayout, dtype: torch.dtype) -> Literal["held", "tiled", "streamed"]:
+    """Choose the kernels of `read_ahead`: what a program has of a token's sources.
+
+    All, in registers; all, column by column, as rows of tiles; or some at a time.
+    """
+    if at.S > MAX_RESIDENT:
+        return "streamed"
     if at.T <= FEW_TOKENS or at.Q == 1 or not on_tensor_cores(dtype):
-        return at.S > MAX_RESIDENT
-    is_low = at.separate or 4 * at.score_columns <= at.D
-    return (RESIDENT_FORWARD_LOW_RANK if is_low else RESIDENT_FORWARD) < at.S
+        return "held"
+    held = HELD_OF_FEW_WAVES if at.T in FEW_WAVES and at.Q <= 8 else HELD
+    return "tiled" if at.S > held else "held"
 
 
 def ahead_forward(at: BlockLayout) -> Rows:
@@ -93,6 +98,14 @@ class Columns(NamedTuple):
     stages: int = 1  # loads in flight, of a loop's coming steps
     programs: int = 1  # on each processor, in a loop over tokens
     max_registers: int | None = None
+
+
+def ahead_tiles(at: BlockLayout) -> Columns:
+    """Choose the launch of a tiled `read_ahead`."""
+    # many programs at a time would push the sources out of the cache before they are read again
+    if at.T > 2048 and at.S <= 8 and at.Q <= 8:
+        return Columns(_columns(at.D), 1, 3)
+    return Columns(_columns(at.D, 128), 1, 4)
 
 
 def ahead_dots(at: BlockLayout) -> Columns:

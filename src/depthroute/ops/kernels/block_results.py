@@ -16,7 +16,7 @@ class ReadAhead(NamedTuple):
 
     # apart from the rest: a sublayer keeps it, and a view would keep the whole
     first: Tensor | None  # [*b, D], the first read if it is complete, normed
-    out: Tensor  # the others, [Q or Q - 1, *b, D]
+    out: Tensor  # the others, [Q or Q - 1, *b, D]; of one source none: they are the source
     lse: Tensor  # [Q, *b]
     closed: Tensor | None  # [*b, D], the source that closed
     weights: Tensor  # [T, S, Q]
@@ -29,9 +29,10 @@ class ReadAhead(NamedTuple):
         """Allocate them."""
         value, wide = given.values[0], torch.float32
         batch, has_first = value.shape[:-1], given.norm_eps is not None
+        num_mixed = at.Q - has_first if at.S > 1 or has_first else 0
         return cls(
             value.new_empty(value.shape) if has_first else None,
-            value.new_empty((at.Q - has_first, *batch, at.D)),
+            value.new_empty((num_mixed, *batch, at.D)),
             value.new_empty((at.Q, *batch), dtype=wide),
             None if given.pending is None else value.new_empty((*batch, at.D)),
             value.new_empty((at.T, at.S, at.Q), dtype=wide),

@@ -12,6 +12,7 @@ from depthroute.ops.kernels.block_layout import BlockLayout, contiguous_rows
 from depthroute.ops.kernels.block_results import ReadAhead
 from depthroute.ops.kernels.layout import as_rows, power_of_two
 from depthroute.ops.kernels.read_ahead_stream import read_ahead_stream
+from depthroute.ops.kernels.read_ahead_tiles import read_ahead_tiles
 from depthroute.ops.kernels.select import pointer_to
 from depthroute.ops.kernels.separate_keys import scores_fwd
 
@@ -24,8 +25,10 @@ def read_ahead_fwd(given: BlockRead) -> ReadAhead:
         return result
     if given.keys is not None:
         scores_fwd(given, result.logits, result.rstds)
-    if block_layout.streams(at, given.values[0].dtype):
-        read_ahead_stream(given, at, result)
+    form = block_layout.ahead_form(at, given.values[0].dtype)
+    if form != "held":
+        launch_other = read_ahead_tiles if form == "tiled" else read_ahead_stream
+        launch_other(given, at, result)
         return result
     pending = None if given.pending is None else as_rows(given.pending)
     launch = block_layout.ahead_forward(at)
@@ -112,14 +115,15 @@ def read_ahead_fwd_kernel(
         b_sum = tl.sum(b_e, axis=0)
         b_w = b_e / b_sum
         tl.store(weights + o_z, b_w, mask=m_s)
-        b_out = tl.sum(b_w[:, None] * b_v, axis=0)
         o_j = tl.cast(j, tl.int64)
         tl.store(lse + o_j * num_tokens + o_row, b_top + tl.log(b_sum))
-        p_out = out + ((o_j - NORM_FIRST) * num_tokens + o_row) * D
-        if NORM_FIRST:  # noqa: SIM102 - known to the compiler
-            if j == 0:
-                b_norm = tl.rsqrt(tl.sum(b_out * b_out, axis=0) / D + norm_eps)
-                tl.store(norm_rstds + o_row, b_norm)
-                b_out *= b_norm
-                p_out = first + o_row * D
-        tl.store(p_out + o_d, b_out.to(dtype), mask=m_d)
+        if S > 1 or NORM_FIRST:
+            b_out = tl.sum(b_w[:, None] * b_v, axis=0)
+            p_out = out + ((o_j - NORM_FIRST) * num_tokens + o_row) * D
+            if NORM_FIRST:  # noqa: SIM102 - known to the compiler
+                if j == 0:
+                    b_norm = tl.rsqrt(tl.sum(b_out * b_out, axis=0) / D + norm_eps)
+                    tl.store(norm_rstds + o_row, b_norm)
+                    b_out *= b_norm
+                    p_out = first + o_row * D
+            tl.store(p_out + o_d, b_out.to(dtype), mask=m_d)

@@ -26,6 +26,8 @@ def split(x, SPLIT: tl.constexpr):
     """
     high, low = x, x
     if SPLIT:
-        high = x.to(tl.bfloat16)
-        low = (x - high.to(tl.float32)).to(tl.bfloat16)
+        # rounded as bits: converted there and back, each number would be a slow instruction
+        bits = (x.to(tl.int32, bitcast=True) + 0x8000) & -0x10000
+        rounded = bits.to(tl.float32, bitcast=True)
+        high, low = rounded.to(tl.bfloat16), (x - rounded).to(tl.bfloat16)
     return high, low
