@@ -19,7 +19,8 @@ pytestmark = [
 ]
 
 SITES = {"site_fwd_kernel", "site_bwd_kernel"}
-HELD, STREAMED = {"read_ahead_fwd_kernel"}, {"weights_kernel", "mix_kernel"}
+HELD, TILED = {"read_ahead_fwd_kernel"}, {"read_ahead_tiles_kernel"}
+STREAMED = {"weights_kernel", "mix_kernel"}
 BACKWARD, BACKWARD_OF_ONE = {"grad_logits_kernel", "update_kernel"}, {"read_one_bwd_kernel"}
 SCORES = {"scores_fwd_kernel", "scores_bwd_kernel"}
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # that a program may have
@@ -39,34 +40,38 @@ class Shape(NamedTuple):
     closes: bool = True
     merge: bool = False  # of a read with sources that closed since
     tokens: int = 256  # more than a decoding step has
-    streamed: bool = False  # in the forward pass
+    form: str = "held"  # of the forward pass
 
     @property
     def kernels(self) -> set[str]:
         streamed = STREAMED | ({"norm_kernel", "close_kernel"} if self.closes else set())
         streamed |= set() if self.separate else {"partial_scores_kernel"}
-        ahead = streamed if self.streamed else HELD
+        ahead = {"held": HELD, "tiled": TILED, "streamed": streamed}[self.form]
         backward = BACKWARD_OF_ONE if self.queries == 1 and self.sources <= 9 else BACKWARD
         backward = backward | (set() if self.merge else {"sum_programs_kernel"})
         return ahead | backward | SITES | (SCORES if self.separate else set())
 
 
 SHAPES = {
-    "eight": Shape(8, 6, 1024, 1024),
+    "eight": Shape(8, 6, 1024, 1024, form="tiled"),
+    "eight_of_many_tokens": Shape(8, 6, 1024, 1024, tokens=4096, form="tiled"),
+    "eight_wide": Shape(8, 4, 2048, 2048),
     "eight_of_few_tokens": Shape(8, 6, 1024, 1024, tokens=128),
     "five": Shape(5, 6, 1024, 1024),
-    "low_rank": Shape(8, 6, 1024, 128, streamed=True),
+    "low_rank": Shape(8, 6, 1024, 128, form="tiled"),
+    "low_rank_wide": Shape(8, 4, 2048, 256, form="streamed"),
     "twelve_queries": Shape(4, 12, 1024, 1024),
+    "twelve_queries_of_seven": Shape(7, 12, 1024, 1024, form="tiled"),
     "head": Shape(9, 1, 1024, 1024),
     "head_of_many": Shape(12, 1, 1024, 1024),
     "wide": Shape(8, 6, 2048, 2048),
-    "separate": Shape(8, 6, 1024, 32, separate=True, streamed=True),
-    "emitted": Shape(8, 6, 1024, 32, separate=True, key_sum=KeySum(1e-6), streamed=True),
+    "separate": Shape(8, 6, 1024, 32, separate=True, form="tiled"),
+    "emitted": Shape(8, 6, 1024, 32, separate=True, key_sum=KeySum(1e-6), form="tiled"),
     "emitted_wide": Shape(4, 6, 2048, 128, separate=True, key_sum=KeySum(1e-6)),
-    "sixteen": Shape(16, 6, 1024, 1024, streamed=True),
-    "nineteen": Shape(19, 6, 1024, 1024, streamed=True),
-    "streamed": Shape(43, 6, 1024, 1024, streamed=True),
-    "streamed_low_rank": Shape(43, 6, 1024, 128, streamed=True),
+    "sixteen": Shape(16, 6, 1024, 1024, form="tiled"),
+    "nineteen": Shape(19, 6, 1024, 1024, form="streamed"),
+    "streamed": Shape(43, 6, 1024, 1024, form="streamed"),
+    "streamed_low_rank": Shape(43, 6, 1024, 128, form="streamed"),
     "merge": Shape(6, 1, 1024, 1024, merge=True),
 }
 # every branch at sizes that compile fast, and one that spills a few registers
@@ -77,11 +82,13 @@ BRANCHES = {
     "no_norm": Shape(1, 2, 48, 48, norm="none", closes=False),
     "separate_odd": Shape(3, 3, 37, 50, separate=True, norm="none", closes=False),
     "emitted_odd": Shape(3, 3, 37, 50, separate=True, key_sum=KeySum(None), closes=False),
+    "tiled_odd": Shape(7, 9, 37, 7, norm="full", form="tiled"),
+    "most_tiled": Shape(16, 2, 64, 5, norm="none", closes=False, form="tiled"),
     "most_held": Shape(16, 2, 64, 64, dtype=torch.float32),
     "most_streamed": Shape(
-        64, 9, 64, 7, dtype=torch.float16, norm="full", closes=False, streamed=True
+        64, 9, 64, 7, dtype=torch.float16, norm="full", closes=False, form="streamed"
     ),
-    "streamed_separate": Shape(17, 2, 37, 5, separate=True, dtype=torch.float32, streamed=True),
+    "streamed_separate": Shape(17, 2, 37, 5, separate=True, dtype=torch.float32, form="streamed"),
     "merge_full_norm": Shape(2, 1, 48, 7, norm="full", merge=True),
 }
 

@@ -18,9 +18,9 @@ _PACKED = torch.contiguous_format
 READS_AT_ONCE, GRADIENTS_AT_ONCE = 8, 12
 # of one decoding step
 FEW_TOKENS = 128
-# sources of several queries that a program of `read_ahead` holds; up to 16 are rows of tiles for
-# tensor cores beyond; of so many tokens, which are one to four waves of programs that hold them, sooner
-HELD, HELD_OF_FEW_WAVES, FEW_WAVES = 6, 2, range(1025, 4097)
+# sources of several queries of many tokens that a program of `read_ahead` holds. Tensor cores
+# multiply more: up to a width as rows of tiles, else streamed, sooner if scores take few columns
+HELD, HELD_WIDE, TILED_WIDTH = 6, 8, 1024
 
 
 class BlockLayout(NamedTuple):
@@ -71,14 +71,17 @@ class Rows(NamedTuple):
 def ahead_form(at: BlockLayout, dtype: torch.dtype) -> Literal["held", "tiled", "streamed"]:
     """Choose the kernels of `read_ahead`: what a program has of a token's sources.
 
-    All, in registers; all, column by column, as rows of tiles; or some at a time.
+    All, in registers; all, as rows of tiles of columns; or some at a time.
     """
     if at.S > MAX_RESIDENT:
         return "streamed"
     if at.T <= FEW_TOKENS or at.Q == 1 or not on_tensor_cores(dtype):
         return "held"
-    held = HELD_OF_FEW_WAVES if at.T in FEW_WAVES and at.Q <= 8 else HELD
-    return "tiled" if at.S > held else "held"
+    is_wide, is_low = at.D > TILED_WIDTH, at.separate or 4 * at.score_columns <= at.D
+    most_held = HELD_WIDE if is_wide and not is_low else HELD
+    if most_held >= at.S:
+        return "held"
+    return "streamed" if is_wide else "tiled"
 
 
 def ahead_forward(at: BlockLayout) -> Rows:
@@ -102,7 +105,8 @@ class Columns(NamedTuple):
 
 def ahead_tiles(at: BlockLayout) -> Columns:
     """Choose the launch of a tiled `read_ahead`."""
-    # many programs at a time would push the sources out of the cache before they are read again
+    # with more than one wave few programs at a time, by the memory they take: many would push the
+    # sources out of the cache before they are read again. More rows of results take more registers
     if at.T > 2048 and at.S <= 8 and at.Q <= 8:
         return Columns(_columns(at.D), 1, 3)
     return Columns(_columns(at.D, 128), 1, 4)
