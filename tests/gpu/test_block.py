@@ -25,6 +25,7 @@ from block_cases import (
 )
 from depthroute.ops import use_backend
 from depthroute.ops.block import BlockRead, add_norm
+from depthroute.ops.kernels.block_layout import BlockLayout, ahead_form
 from depthroute.ops.kernels.read_ahead_bwd import read_ahead_bwd
 from depthroute.ops.kernels.read_ahead_fwd import read_ahead_fwd
 from depthroute.ops.scores import ScoreRule
@@ -110,6 +111,41 @@ def test_the_size_of_a_model() -> None:
 def rounded_alike(actual: Tensor, exact: Tensor) -> float:
     """Return how many numbers are the exact one, rounded once."""
     return (actual == exact.to(actual.dtype)).double().mean().item()
+
+
+TILED = {
+    "seven": Case(7, 6, (509,), 1024, 1024, closes=True, scale=0.1),
+    "wide_tiles": Case(8, 5, (2501,), 520, 96, closes=True, share=0.7, scale=0.3),
+    "twelve_queries": Case(8, 12, (131,), 260, 260, key_norm="full", closes=True, scale=0.2),
+    "many_queries": Case(9, 17, (130,), 37, 7, key_norm="full", closes=True),
+    "sixteen": Case(16, 2, (257,), 300, 270, key_norm="none", complete=False, scale=0.1),
+    "separate": Case(12, 6, (131,), 96, 32, separate=True, closes=True),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", TILED.values(), ids=TILED)
+def test_reads_in_tiles_are_those_of_registers_rounded_once(case: Case) -> None:
+    """The same sources in float32 are held in registers, by another kernel."""
+    leaves = make(case, "cuda", torch.bfloat16)
+    narrow, wide = leaves.to(torch.bfloat16), leaves.to(torch.float32)
+    eps, keys = EPS if case.complete else None, tuple(wide.keys) or None
+    pending = narrow.pending[0] if case.closes else None
+    given = BlockRead(tuple(narrow.values), keys, pending, *wide.query, case.rule, case.share, eps)
+    assert ahead_form(BlockLayout.of(given), torch.bfloat16) == "tiled"
+    got, values = read_ahead_fwd(given), wide.values
+    if got.closed is not None:
+        closed = case.share * (values[-1] + wide.pending[0])
+        assert torch.equal(got.closed, closed.bfloat16())
+        values[-1] = got.closed.float()
+    want = read_ahead_fwd(given._replace(values=tuple(values), pending=None))
+    for name in ("lse", "weights", "logits", "rstds", "norm_rstds"):
+        actual, exact = getattr(got, name), getattr(want, name)
+        assert (actual is None) == (exact is None)
+        if exact is not None:
+            assert_close(actual, exact, name, rtol=2e-5)
+    assert rounded_alike(got.out, want.out) > 0.98
+    assert got.first is None or rounded_alike(got.first, want.first) > 0.98
 
 
 @pytest.mark.parametrize("sources", [3, 8, 20])
