@@ -1,6 +1,8 @@
 """Matrix products: float32 master weights, computed in the dtype of the input."""
 
 import math
+from collections.abc import Callable
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +29,11 @@ class Linear(nn.Module):
 class OutProjection(Linear):
     """The last product of a sublayer, which may emit extra columns for the residual scheme.
 
-    `y = x [W; W_emit]^T`: one product of the joined weights or, for fewer tokens than `in_dim`, the
-    joined results of two, whichever moves less. The emitted rows are a parameter of their own, so
-    that they are initialised, decayed and orthogonalised apart from `W`.
+    `y = x [W; W_emit]^T`. The emitted rows are a parameter of their own, so that they are
+    initialised, decayed and orthogonalised apart from `W`; but they follow it in memory, as long as
+    nobody moves one of the two alone. Without gradients the product then takes both as they are.
+    Else it takes their concatenation or, for fewer tokens than `in_dim`, the results of two
+    products are joined, whichever moves less.
 
     Args:
         in_dim: Width of the input.
@@ -41,10 +45,43 @@ class OutProjection(Linear):
         super().__init__(in_dim, out_dim)
         emit = nn.Parameter(torch.empty(emit_dim, in_dim)) if emit_dim else None
         self.register_parameter("emit_weight", emit)
+        self._join()
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        """Move, convert or allocate the weights, and leave them side by side."""
+        super()._apply(fn, recurse)
+        self._join()
+        return self
+
+    def _join(self) -> None:
+        weights = [w for w in (self.weight, self.emit_weight) if w is not None]
+        # sharded weights, and those without values or of two kinds, are left alone
+        is_plain = all(type(w.data) is Tensor and not w.is_meta for w in weights)
+        alike = len({(w.device, w.dtype) for w in weights}) == 1
+        if len(weights) == 2 and is_plain and alike and self._side_by_side() is None:
+            joined = torch.cat([w.detach() for w in weights])
+            for weight, rows in zip(weights, joined.split([len(w) for w in weights]), strict=True):
+                weight.data = rows
+
+    def _side_by_side(self) -> Tensor | None:
+        """Return `[W; W_emit]` without a copy, if they follow each other in memory."""
+        assert self.emit_weight is not None
+        first, second = self.weight.detach(), self.emit_weight.detach()
+        follows = second.storage_offset() == first.storage_offset() + first.numel()
+        same = first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+        if not (same and follows and first.is_contiguous() and second.is_contiguous()):
+            return None
+        return first.as_strided((len(first) + len(second), first.shape[1]), first.stride())
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[..., in_dim]` to `[..., out_dim + emit_dim]`."""
-        if self.emit_weight is None or math.prod(x.shape[:-1]) < x.shape[-1]:
+        if self.emit_weight is None:
+            return super().forward(x)
+        if not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
+            joined = self._side_by_side()
+            if joined is not None:
+                return F.linear(x, joined.to(x.dtype))
+        if math.prod(x.shape[:-1]) < x.shape[-1]:
             return with_emitted(super().forward(x), x, self.emit_weight)
         return F.linear(x, torch.cat([self.weight, self.emit_weight]).to(x.dtype))
 
