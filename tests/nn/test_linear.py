@@ -8,6 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
 
 from depthroute.nn import Linear, OutProjection
 from helpers import assert_all_close, assert_close
@@ -110,6 +112,17 @@ def test_weights_of_two_kinds_keep_them(monkeypatch: pytest.MonkeyPatch) -> None
     projection = filled(OutProjection(5, 7, 2))
     projection.emit_weight.data = projection.emit_weight.data.bfloat16()
     assert [w.dtype for w in projection.cpu().parameters()] == [torch.float32, torch.bfloat16]
+
+
+def test_weights_that_are_not_plain_are_taken_as_they_are() -> None:
+    """Those of an ensemble, and those of which only shapes are known."""
+    projection, x = filled(OutProjection(5, 7, 2)), torch.randn(2, 4, 5)
+    both = {name: torch.stack([w, -w]) for name, w in projection.state_dict().items()}
+    with torch.no_grad():
+        run = torch.vmap(lambda weights: functional_call(projection, weights, (x,)))
+        assert_close(run(both), torch.stack([projection(x), -projection(x)]))
+        with FakeTensorMode():
+            assert OutProjection(5, 7, 2)(torch.empty(2, 4, 5)).shape == (2, 4, 9)
 
 
 def test_weights_side_by_side_are_saved_apart(tmp_path: Path) -> None:

@@ -188,6 +188,19 @@ def test_gradients_of_passed_on_sources_and_of_the_open_block_join() -> None:
             assert_all_close(got, later(exact, used), exact.names, RTOL)
 
 
+@pytest.mark.parametrize("with_gradients", [False, True])
+def test_reads_of_one_source_take_no_memory(with_gradients: bool) -> None:
+    case = Case(sources=1, queries=3, complete=False)
+    leaves = make(case).to(torch.float32)
+    with torch.set_grad_enabled(with_gradients):
+        ahead, _, _ = read_ahead(
+            leaves.values, *leaves.query, keys=None, pending=None, share=1.0, bias=None,
+            rule=case.rule, complete=0, norm=NORM,
+        )  # fmt: skip
+    assert {out.data_ptr() for out in ahead.outs} == {leaves.values[0].data_ptr()}
+    assert len(ahead.outs) == len(ahead.lses) == 3
+
+
 @pytest.mark.parametrize("stack", STACKS.values(), ids=STACKS)
 def test_stacks_and_all_their_gradients_equal_float64(stack: Stack, launches: Counter[str]) -> None:
     runs = run_thrice(stack, torch.float32)

@@ -54,22 +54,31 @@ class OutProjection(Linear):
         return self
 
     def _join(self) -> None:
-        weights = [w for w in (self.weight, self.emit_weight) if w is not None]
-        # sharded weights, and those without values or of two kinds, are left alone
-        is_plain = all(type(w.data) is Tensor and not w.is_meta for w in weights)
-        alike = len({(w.device, w.dtype) for w in weights}) == 1
-        if len(weights) == 2 and is_plain and alike and self._side_by_side() is None:
+        weights = self._plain_weights()
+        if weights and self._side_by_side() is None:
             joined = torch.cat([w.detach() for w in weights])
             for weight, rows in zip(weights, joined.split([len(w) for w in weights]), strict=True):
                 weight.data = rows
 
+    def _plain_weights(self) -> list[nn.Parameter]:
+        """Return both weights, or none if they are not alike or have no memory of their own.
+
+        Sharded and fake tensors have none, nor has what torch's transforms put in their place.
+        """
+        weights = [self.weight, self.emit_weight]
+        plain = all(isinstance(w, nn.Parameter) and type(w.data) is Tensor for w in weights)
+        alike = plain and len({(w.device, w.dtype) for w in weights}) == 1
+        return weights if alike and not self.weight.is_meta else []
+
     def _side_by_side(self) -> Tensor | None:
         """Return `[W; W_emit]` without a copy, if they follow each other in memory."""
-        assert self.emit_weight is not None
-        first, second = self.weight.detach(), self.emit_weight.detach()
-        follows = second.storage_offset() == first.storage_offset() + first.numel()
-        same = first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
-        if not (same and follows and first.is_contiguous() and second.is_contiguous()):
+        weights = self._plain_weights()
+        if not weights or not all(w.is_contiguous() for w in weights):
+            return None
+        first, second = (w.detach() for w in weights)
+        if first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr():
+            return None
+        if second.storage_offset() != first.storage_offset() + first.numel():
             return None
         return first.as_strided((len(first) + len(second), first.shape[1]), first.stride())
 
