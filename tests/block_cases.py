@@ -48,6 +48,7 @@ CASES = {
     "plain": Case(),
     "one_source_one_read": Case(sources=1, queries=1),
     "one_source_many_reads": Case(sources=1, queries=12, complete=False, width=20, rank=7),
+    "one_source_that_closes": Case(sources=1, complete=False, closes=True, share=0.5),
     "many_reads": Case(sources=5, queries=17, closes=True, share=0.5),
     "first_read_after_a_write": Case(complete=False, queries=3, share=0.5),
     "closes": Case(closes=True),
