@@ -108,7 +108,7 @@ def test_weights_that_were_moved_apart_are_joined_again(monkeypatch: pytest.Monk
     assert all(torch.equal(projection.state_dict()[name], w) for name, w in loaded.items())
 
 
-def test_weights_of_two_kinds_keep_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_of_two_kinds_keep_them() -> None:
     projection = filled(OutProjection(5, 7, 2))
     projection.emit_weight.data = projection.emit_weight.data.bfloat16()
     assert [w.dtype for w in projection.cpu().parameters()] == [torch.float32, torch.bfloat16]

@@ -88,7 +88,7 @@ def test_reads_of_a_block_and_all_gradients_equal_single_passes(
         assert_close(a, b, name, RTOL, least=1.0)  # a query of one source does nothing
 
 
-IN_TILES = {
+BY_COLUMNS = {
     "two": Case(sources=2, queries=3, batch=(5,), width=37, rank=7, complete=False, closes=True),
     "four": Case(sources=4, queries=17, batch=(3,), width=40, rank=40, closes=True, share=0.7),
     "seven": Case(sources=7, batch=(5,), closes=True),
@@ -113,7 +113,7 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(block_layout, "ahead_form", choose)
 
 
-@pytest.mark.parametrize("case", IN_TILES.values(), ids=IN_TILES)
+@pytest.mark.parametrize("case", BY_COLUMNS.values(), ids=BY_COLUMNS)
 def test_reads_by_columns_and_all_gradients_equal_single_passes(case: Case, form: None) -> None:
     exact, upstream = make(case), upstream_of(case)
     got = reads_and_gradients(case, exact.to(torch.float32), upstream)
@@ -123,7 +123,7 @@ def test_reads_by_columns_and_all_gradients_equal_single_passes(case: Case, form
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("case", IN_TILES.values(), ids=IN_TILES)
+@pytest.mark.parametrize("case", BY_COLUMNS.values(), ids=BY_COLUMNS)
 def test_reads_by_columns_in_bfloat16_are_as_good_as_plain_pytorch(case: Case, form: None) -> None:
     exact = make(case, dtype=torch.bfloat16)
     tested = scheduled(case, exact.to(torch.bfloat16))

@@ -29,7 +29,7 @@ def read_ahead_tiles(given: BlockRead, at: BlockLayout, result: ReadAhead) -> No
     launch, has_first = block_layout.ahead_tiles(at), given.norm_eps is not None
     values = contiguous_rows(given.values)
     pending = None if given.pending is None else as_rows(given.pending)
-    sources = max(4, power_of_two(at.S))
+    sources = power_of_two(at.S)
     tokens = ROWS // sources
     at_once = block_layout.group_size(at.Q, QUERIES_AT_ONCE)
     for start in range(0, at.Q, at_once):
@@ -126,7 +126,6 @@ def read_ahead_tiles_kernel(
     tl.store(p_lse, b_top + tl.log(b_sum), mask=m_t[:, None] & m_q[None, :])
     b_w = b_e / b_sum[:, None, :]
     tl.store(weights + o_z, tl.reshape(b_w, [BT * SP, QP]), mask=m_z)
-    is_own = t_m == o_t[:, None]
     if NORM_FIRST:  # the square of a mix is its weights' form of the products: no sum to wait for
         b_first = tl.reshape(tl.sum(tl.where(o_q == 0, b_w, 0.0), axis=2), [BT * SP])
         b_along = tl.where(t_m[:, None] == t_m, b_gram * b_first, 0.0)
@@ -136,6 +135,7 @@ def read_ahead_tiles_kernel(
         b_w = tl.where(o_q == 0, b_w * b_norm[:, None, None], b_w)
 
     # the weights as a matrix with a block for each token
+    is_own = t_m == o_t[:, None]
     b_w = tl.trans(tl.reshape(b_w, [BT * SP, QP]))
     b_w = tl.reshape(tl.where(is_own[:, None, :], b_w[None, :, :], 0.0), [BT * QP, BT * SP])
     b_high, b_low = split(b_w, SPLIT)
