@@ -1,6 +1,5 @@
 """Matrix products: float32 master weights, computed in the dtype of the input."""
 
-import math
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -31,9 +30,8 @@ class OutProjection(Linear):
 
     `y = x [W; W_emit]^T`. The emitted rows are a parameter of their own, so that they are
     initialised, decayed and orthogonalised apart from `W`; but they follow it in memory, as long as
-    nobody moves one of the two alone. Without gradients the product then takes both as they are.
-    Else it takes their concatenation or, for fewer tokens than `in_dim`, the results of two
-    products are joined, whichever moves less.
+    nobody moves one of the two alone. Without gradients the product then takes both as they are,
+    else their concatenation.
 
     Args:
         in_dim: Width of the input.
@@ -45,15 +43,19 @@ class OutProjection(Linear):
         super().__init__(in_dim, out_dim)
         emit = nn.Parameter(torch.empty(emit_dim, in_dim)) if emit_dim else None
         self.register_parameter("emit_weight", emit)
-        self._join()
+        self.join_weights()
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         """Move, convert or allocate the weights, and leave them side by side."""
         super()._apply(fn, recurse)
-        self._join()
+        self.join_weights()
         return self
 
-    def _join(self) -> None:
+    def join_weights(self) -> None:
+        """Lay the weights side by side, for loaders that put another tensor in the place of each.
+
+        Weights of two devices or dtypes stay where they are, and so do sharded ones.
+        """
         weights = self._plain_weights()
         if weights and self._side_by_side() is None:
             joined = torch.cat([w.detach() for w in weights])
@@ -90,13 +92,4 @@ class OutProjection(Linear):
             joined = self._side_by_side()
             if joined is not None:
                 return F.linear(x, joined.to(x.dtype))
-        if math.prod(x.shape[:-1]) < x.shape[-1]:
-            return with_emitted(super().forward(x), x, self.emit_weight)
         return F.linear(x, torch.cat([self.weight, self.emit_weight]).to(x.dtype))
-
-
-def with_emitted(y: Tensor, x: Tensor, emit_weight: Tensor | None) -> Tensor:
-    """Return `[y, x W_emit^T]`, y alone if nothing is emitted."""
-    if emit_weight is None:
-        return y
-    return torch.cat([y, F.linear(x, emit_weight.to(x.dtype))], dim=-1)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from depthroute.config import config_dataclass
-from depthroute.nn.linear import Linear, OutProjection, with_emitted
+from depthroute.nn.linear import Linear, OutProjection
 
 Projection = Literal["q", "k", "v", "o", "gate", "up", "down"]
 Activation = Literal["silu", "identity"]
@@ -108,7 +108,9 @@ class DuplicatedLatentLinear(nn.Module):
         if self.activation == "silu":
             z = F.silu(z)
         y = F.linear(z, self.folded_weight().to(x.dtype))
-        return with_emitted(y, x, self.emit_weight)
+        if self.emit_weight is None:
+            return y
+        return torch.cat([y, F.linear(x, self.emit_weight.to(x.dtype))], dim=-1)
 
     def folded_weight(self) -> Tensor:
         """Return `B* = B + alpha / sqrt(K) R^T`, `[out_dim, r]`; `R^T[o, floor(o / K)]` is 1."""
