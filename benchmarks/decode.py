@@ -20,6 +20,7 @@ from variants import VARIANTS, add_sizes, config_of
 
 from depthroute.models import CausalLM, DecodeStep
 from depthroute.models.compile import compile_model
+from depthroute.nn import JoinedWeights
 
 DEFAULTS = ["prenorm", "attn_res_8", "s_lr_8", "attn_res_full"]
 # of logits, relative to the largest one: another order of bfloat16 sums
@@ -53,11 +54,12 @@ def build(name: str, options: argparse.Namespace) -> CausalLM:
 def prefill(model: CausalLM, case: Case) -> Callable[[], Any]:
     """Return a function that reads the prompts and gives the logits of the next tokens."""
     ids = torch.randint(model.config.vocab_size, (case.batch, case.tokens), device="cuda")
-    cache = model.new_cache(case.batch, case.tokens)
+    cache, weights = model.new_cache(case.batch, case.tokens), JoinedWeights(model)
 
     def run() -> torch.Tensor:
         cache.length = 0
-        return model.lm_head(model.model(ids, cache=cache)[:, -1])
+        with weights:  # as `generate` does
+            return model.lm_head(model.model(ids, cache=cache)[:, -1])
 
     return recorded(run) if case.kind == "prefill_replayed" else run
 

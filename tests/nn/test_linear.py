@@ -1,21 +1,19 @@
 """Products: values, dtypes and the columns emitted for a residual scheme."""
 
-import copy
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import load_file, save_model
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 
-from depthroute.nn import Linear, OutProjection
+from depthroute.nn import JoinedWeights, Linear, OutProjection
 from helpers import assert_all_close, assert_close
 
 
-def filled(module: Linear) -> Linear:
+def filled(module: nn.Module) -> nn.Module:
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.normal_()
@@ -59,62 +57,27 @@ def test_without_emitted_columns_there_is_no_parameter_for_them() -> None:
     assert list(OutProjection(5, 7, 2).state_dict()) == ["weight", "emit_weight"]
 
 
-def concatenations(projection: OutProjection, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Return how often a product without gradients concatenates; its result is checked."""
-    weights, count = list(projection.parameters()), 0
-    x, cat = torch.randn(2, 4, 5, dtype=weights[0].dtype), torch.cat
-
-    def counted(tensors: list[Tensor], *args: int, **kwargs: int) -> Tensor:
-        nonlocal count
-        count += 1
-        return cat(tensors, *args, **kwargs)
-
-    wanted = cat([x @ weight.T for weight in weights], dim=-1)
-    with torch.no_grad(), monkeypatch.context() as patch:
-        patch.setattr(torch, "cat", counted)
-        assert_close(projection(x), wanted)
-        assert_close(projection(x[0, :2]), wanted[0, :2])
-    return count
+def test_joined_weights_stand_in_for_a_concatenation() -> None:
+    model, x = filled(nn.Sequential(OutProjection(5, 7, 2), OutProjection(9, 3))), torch.randn(4, 5)
+    expected, joined = model(x), JoinedWeights(model)
+    before = model.state_dict()
+    with torch.no_grad():
+        model[0].weight.zero_()  # which the copies do not see
+    with joined:
+        assert_close(model(x), expected)
+        assert model.state_dict().keys() == before.keys()
+    assert_close(model[0](x)[:, :7], torch.zeros(4, 7))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda p: p,
-        lambda p: p.double(),
-        lambda p: p.to_empty(device="cpu"),
-        lambda p: p.share_memory(),
-        lambda p: p.requires_grad_(False),
-    ],
-    ids=["new", "converted", "allocated", "shared", "frozen"],
-)
-def test_weights_lie_side_by_side(
-    change: Callable[[OutProjection], OutProjection], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert concatenations(filled(change(filled(OutProjection(5, 7, 2)))), monkeypatch) == 0
-
-
-def test_weights_that_were_moved_apart_are_joined_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    with torch.device("meta"):
-        projection = OutProjection(5, 7, 2)
-    assert all(weight.is_meta for weight in projection.parameters())
-    loaded = filled(OutProjection(5, 7, 2)).state_dict()
-    loaded = {name: weight.clone() for name, weight in loaded.items()}
-    projection.load_state_dict(loaded, assign=True)
-    assert concatenations(projection, monkeypatch) == 2
-    assert concatenations(copy.deepcopy(projection), monkeypatch) == 2
-    assert concatenations(projection.float(), monkeypatch) == 0
-    assert all(torch.equal(projection.state_dict()[name], w) for name, w in loaded.items())
-
-
-def test_weights_of_two_kinds_keep_them() -> None:
+def test_both_weights_have_memory_of_their_own(tmp_path: Path) -> None:
+    """Some tools save one of two parameters that share it."""
     projection = filled(OutProjection(5, 7, 2))
-    projection.emit_weight.data = projection.emit_weight.data.bfloat16()
-    assert [w.dtype for w in projection.cpu().parameters()] == [torch.float32, torch.bfloat16]
+    save_model(projection, tmp_path / "weights.safetensors")
+    loaded = load_file(tmp_path / "weights.safetensors")
+    assert {name: len(w) for name, w in loaded.items()} == {"weight": 7, "emit_weight": 2}
 
 
-def test_weights_that_are_not_plain_are_taken_as_they_are() -> None:
-    """Those of an ensemble, and those of which only shapes are known."""
+def test_weights_of_an_ensemble_and_of_known_shapes_alone_do() -> None:
     projection, x = filled(OutProjection(5, 7, 2)), torch.randn(2, 4, 5)
     both = {name: torch.stack([w, -w]) for name, w in projection.state_dict().items()}
     with torch.no_grad():
@@ -122,15 +85,3 @@ def test_weights_that_are_not_plain_are_taken_as_they_are() -> None:
         assert_close(run(both), torch.stack([projection(x), -projection(x)]))
         with FakeTensorMode():
             assert OutProjection(5, 7, 2)(torch.empty(2, 4, 5)).shape == (2, 4, 9)
-
-
-def test_weights_side_by_side_are_saved_apart(tmp_path: Path) -> None:
-    projection = filled(OutProjection(5, 7, 2))
-    save_file(projection.state_dict(), tmp_path / "weights.safetensors")
-    torch.save(projection.state_dict(), tmp_path / "weights.pt")
-    for loaded in (
-        load_file(tmp_path / "weights.safetensors"),
-        torch.load(tmp_path / "weights.pt", weights_only=True),
-    ):
-        projection.load_state_dict(loaded)
-        assert {name: len(w) for name, w in loaded.items()} == {"weight": 7, "emit_weight": 2}

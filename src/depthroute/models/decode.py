@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from depthroute.models.decoder import CausalLM
-from depthroute.nn import CacheAt, KVCache
+from depthroute.nn import CacheAt, JoinedWeights, KVCache
 from depthroute.nn.context import step_context
 
 # steps before the one that is recorded: libraries set themselves up, kernels are loaded
@@ -37,14 +37,18 @@ class DecodeStep:
     changes but the entries of the cache.
 
     Args:
-        model: The model; its weights must stay where they are.
+        model: The model; its weights must stay what and where they are.
         cache: Holds the prompts; each call extends it.
         cuda_graph: Record; without effect on other devices.
+
+    Attributes:
+        joined: Output projections with what they emit, in one piece, for the pass over the
+            prompts as well; steps use them by themselves.
     """
 
     def __init__(self, model: CausalLM, cache: KVCache, *, cuda_graph: bool = True) -> None:
         entries = cache.entries
-        self.model, self.cache = model, cache
+        self.model, self.cache, self.joined = model, cache, JoinedWeights(model)
         self.records = cuda_graph and entries.is_cuda
         self.graph: torch.cuda.CUDAGraph | None = None
         self._num_calls = 0
@@ -66,7 +70,7 @@ class DecodeStep:
         if self.records and self.graph is None and self._num_calls == _WARM_UP:
             self._record()
         if self.graph is None:
-            self._logits = next_logits(self.model, self._ids, self._at)
+            self._run()
         else:
             self.graph.replay()
         self._num_calls += 1
@@ -77,5 +81,9 @@ class DecodeStep:
         """Record the step, which does not run it."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            self._logits = next_logits(self.model, self._ids, self._at)
+            self._run()
         self.graph = graph
+
+    def _run(self) -> None:
+        with self.joined:
+            self._logits = next_logits(self.model, self._ids, self._at)

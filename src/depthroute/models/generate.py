@@ -66,7 +66,8 @@ def generate(
     done = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
     for length in range(start, end):
         if length == start:
-            logits = model.lm_head(model.model(ids, cache=cache)[:, -1]).float()
+            with step.joined:
+                logits = model.lm_head(model.model(ids, cache=cache)[:, -1]).float()
         else:
             logits = step(tokens[:, length - 1 : length])
         fresh = _pick(logits, temperature, top_k, top_p, source)

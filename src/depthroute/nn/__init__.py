@@ -3,7 +3,7 @@
 from depthroute.nn.attention import Attention
 from depthroute.nn.cache import CacheAt, KVCache
 from depthroute.nn.context import AttentionContext, Documents
-from depthroute.nn.linear import Linear, OutProjection
+from depthroute.nn.linear import JoinedWeights, Linear, OutProjection
 from depthroute.nn.loss import LossSums, linear_cross_entropy
 from depthroute.nn.low_rank import DuplicatedLatentLinear, LowRankConfig
 from depthroute.nn.mlp import SwiGLU
@@ -15,6 +15,7 @@ __all__ = [
     "CacheAt",
     "Documents",
     "DuplicatedLatentLinear",
+    "JoinedWeights",
     "KVCache",
     "Linear",
     "LossSums",

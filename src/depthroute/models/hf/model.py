@@ -11,7 +11,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from depthroute.models.decoder import Decoder
 from depthroute.models.hf.attention import OUTPUT_CACHE, transformers_context
 from depthroute.models.hf.config import DepthRouteConfig
-from depthroute.nn import DuplicatedLatentLinear, Linear, OutProjection
+from depthroute.nn import DuplicatedLatentLinear, Linear
 from depthroute.residual.base import ResidualScheme
 from depthroute.residual.probe import Probe
 
@@ -59,16 +59,6 @@ class DepthRoutePreTrainedModel(PreTrainedModel):
     def gradient_checkpointing(self) -> bool:
         """Tell whether layers are recomputed in the backward pass."""
         return self.model.checkpointing != "none"
-
-    @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """Load a model as `PreTrainedModel.from_pretrained` does, which takes each tensor alone."""
-        loaded = super().from_pretrained(*args, **kwargs)
-        model = loaded[0] if isinstance(loaded, tuple) else loaded  # with what the loader reports
-        for module in model.modules():
-            if isinstance(module, OutProjection):
-                module.join_weights()
-        return loaded
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
