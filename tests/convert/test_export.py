@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from depthroute.config import load
 from depthroute.convert import ExportConfig, export_run, import_model, to_hugging_face
+from depthroute.convert.hugging_face import from_hugging_face
 from depthroute.data import load_tokenizer
 from depthroute.evaluate import EvaluateConfig, evaluate
 from depthroute.models import CausalLM, generate
@@ -194,6 +195,11 @@ DAMAGE = {
     "empty": ("model.safetensors", lambda file: file.write_bytes(b"")),
     "missing": ("model.safetensors", Path.unlink),
     "no_json": ("config.json", lambda file: file.write_text("{")),
+    "no_table": ("config.json", lambda file: file.write_text("[]")),
+    "no_dtype": (
+        "config.json",
+        lambda file: file.write_text(file.read_text().replace('"float32"', '"bf17"')),
+    ),
     "other_kind": ("config.json", lambda file: file.write_text('{"model_type": "llama"}')),
     "other_shape": (
         "config.json",
@@ -222,3 +228,11 @@ def test_low_rank_maps_are_folded(make_run, tmp_path):
     assert model.config.low_rank["alpha"] == 0.0
     ids = torch.arange(6).unsqueeze(0)
     assert torch.equal(model(ids).logits, load_model(run)(ids))
+
+
+def test_another_kind_of_model_is_refused():
+    model = tiny_model(VARIANTS["s_lr"])
+    with pytest.raises(TypeError, match="model must be a CausalLM, got DepthRouteForCausalLM"):
+        to_hugging_face(to_hugging_face(model))
+    with pytest.raises(TypeError, match="shell must be a DepthRouteForCausalLM, got CausalLM"):
+        from_hugging_face(model)

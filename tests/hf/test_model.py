@@ -141,6 +141,17 @@ def test_attention_weights_come_from_eager_attention(pair, name):
         assert weight[..., null:].triu(1).abs().max() == 0
 
 
+@schemes
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", ["boolean", "added"])
+def test_a_mask_may_be_ready_for_the_attention_function(pair, name, attention, kind):
+    model, shell = pair(name)
+    shell.set_attn_implementation(attention)
+    sees = torch.ones(7, 7, dtype=torch.bool).tril().expand(2, 1, 7, 7)
+    mask = sees if kind == "boolean" else torch.where(sees, 0.0, -1e30).double()
+    assert_close(shell(IDS, attention_mask=mask).logits, model(IDS))
+
+
 def test_a_registered_attention_function_is_used(pair):
     model, shell = pair()
     shapes = []
@@ -219,6 +230,14 @@ def test_the_body_gives_the_hidden_states(pair, tmp_path):
         ({"input_ids": IDS, "labels": IDS, "logits_to_keep": 2}, "leave logits_to_keep at 0"),
         ({"input_ids": IDS, "attention_mask": ONES[:, 1:]}, r"attention_mask must be \[2, 7\]"),
         ({"input_ids": IDS, "position_ids": IDS[0]}, r"position_ids must be \[1 or 2, 7\]"),
+        ({"input_ids": IDS, "position_ids": IDS[:, :1]}, r"must be \[1 or 2, 7\], got \(2, 1\)"),
+        ({"input_ids": IDS, "attention_mask": ONES[0]}, r"\[B, past \+ T\] or .*, got \(7,\)"),
+        ({"input_ids": IDS[0]}, r"input_ids must be integers \[B, T\] .* torch.int64 \(7,\)"),
+        ({"input_ids": IDS[:, :0]}, r"with T >= 1, got torch.int64 \(2, 0\)"),
+        ({"input_ids": IDS.float()}, r"must be integers .* got torch.float32"),
+        ({"inputs_embeds": torch.zeros(2, 7, 8)}, r"inputs_embeds must be \[B, T, 32\]"),
+        ({"input_ids": IDS, "cache": ()}, "must be a transformers.Cache, got tuple"),
+        ({"input_ids": IDS, "logits_to_keep": -1}, "logits_to_keep must be >= 0, got -1"),
         (
             {"input_ids": IDS, "cache": DynamicCache(), "past_key_values": DynamicCache()},
             "give the cache once",

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import accelerate
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -46,6 +47,9 @@ def test_loading_in_bfloat16_keeps_routing_in_float32(pair, tmp_path, name):
         expected = saved[key] if routing else saved[key].bfloat16()
         assert value.dtype == expected.dtype, key
         assert torch.equal(value, expected), key
+    assert back.dtype == torch.bfloat16  # also what a folder of it says
+    back.save_pretrained(tmp_path / "again")
+    assert load(tmp_path / "again").lm_head.weight.dtype == torch.bfloat16
     with torch.no_grad():
         logits, wide = back(IDS).logits, shell(IDS).logits
     assert logits.dtype == torch.bfloat16
@@ -61,6 +65,31 @@ def test_low_rank_maps_are_saved_too(pair, tmp_path):
     assert_close(back(IDS).logits, model(IDS))
     fresh = AutoModelForCausalLM.from_config(back.config).model.layers[0].self_attn.q_proj
     assert fresh.weight.std().item() == pytest.approx((4 * (32 + 32)) ** -0.25, rel=0.2)
+
+
+def test_tools_that_look_for_shared_memory_save_all(pair, tmp_path):
+    _, shell = pair("p_lr", dtype=torch.float32)
+    accelerate.Accelerator(cpu=True).save_model(shell, tmp_path)
+    assert load_file(tmp_path / "model.safetensors").keys() == shell.state_dict().keys()
+
+
+def test_a_field_set_later_is_checked_on_saving(pair, tmp_path):
+    _, shell = pair(fields={"eos_token_id": 60})
+    shell.resize_token_embeddings(50)
+    with pytest.raises(ValueError, match=r"eos_token_id must be in \[0, 50\), got 60"):
+        shell.save_pretrained(tmp_path)
+    shell.config.eos_token_id = shell.generation_config.eos_token_id = 0
+    shell.config.pretraining_tp = 1
+    with pytest.raises(ValueError, match='unknown config field "pretraining_tp"'):
+        shell.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_routing_that_has_no_memory_is_named(pair):
+    _, shell = pair()
+    shell.model.residual.to("meta")
+    with pytest.raises(ValueError, match="routing parameters are on the meta device"):
+        shell(IDS)
 
 
 def test_shards_add_up(pair, tmp_path):
@@ -170,6 +199,12 @@ def test_every_field_is_written_and_required(pair, tmp_path):
         ({"vocab_size": 0}, "vocab_size must be >= 1, got 0"),
         ({"eos_token_id": 61}, r"eos_token_id must be in \[0, 61\), got 61"),
         ({"eos_token_id": [3, -1]}, r"eos_token_id must be in \[0, 61\), got -1"),
+        ({"eos_token_id": "3"}, r"eos_token_id must be in \[0, 61\), got '3'"),
+        ({"eos_token_id": []}, r"eos_token_id must be in \[0, 61\), got \[\]"),
+        ({"pad_token_id": True}, r"pad_token_id must be in \[0, 61\), got True"),
+        ({"pad_token_id": [1]}, r"pad_token_id must be in \[0, 61\), got \[1\]"),
+        ({"use_cache": "no"}, "use_cache must be true or false, got 'no'"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings must be null or >= 1, got 0"),
         ({"model_type": "llama"}, 'model_type must be "depthroute"'),
         ({"rms_norm_eps": 1e-5}, 'unknown config field "rms_norm_eps", did you mean "norm_eps"'),
     ],

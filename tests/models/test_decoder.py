@@ -337,6 +337,16 @@ def test_documents_exclude_a_cache() -> None:
         model(IDS, documents=PACKED, cache=model.new_cache(2, 12))
 
 
+def test_recomputed_layers_cannot_fill_a_cache() -> None:
+    model = tiny_model(VARIANTS["s_lr"])
+    model.model.checkpointing = "layer"
+    ids = torch.tensor([[3, 1, 4]])
+    with pytest.raises(ValueError, match="cannot fill a cache"):
+        model(ids, cache=model.new_cache(1, 3))
+    with torch.no_grad():
+        model(ids, cache=model.new_cache(1, 3))
+
+
 def test_unknown_checkpointing_is_an_error() -> None:
     model = tiny_model(PreNormConfig())
     model.model.checkpointing = "block"  # type: ignore[assignment]

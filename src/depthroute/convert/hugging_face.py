@@ -29,12 +29,19 @@ class _Start:
 def to_hugging_face(model: CausalLM, **fields: Any) -> Any:
     """Return the same model as a `DepthRouteForCausalLM`, which shares its weights.
 
+    It computes in the dtype of the weights: the decoder's `compute_dtype` does not come along.
+
     Args:
         model: The model; its weights should be float32, as trained.
         fields: Fields of `DepthRouteConfig` beside the model's, such as `eos_token_id`.
+
+    Raises:
+        TypeError: `model` is no `CausalLM`.
     """
     from depthroute.models.hf import DepthRouteConfig, DepthRouteForCausalLM
 
+    if not isinstance(model, CausalLM):
+        raise TypeError(f"model must be a CausalLM, got {type(model).__name__}")
     config = DepthRouteConfig.from_model_config(
         model.config, dtype=str(model.lm_head.weight.dtype).removeprefix("torch."), **fields
     )
@@ -46,12 +53,18 @@ def to_hugging_face(model: CausalLM, **fields: Any) -> Any:
 
 
 def from_hugging_face(shell: Any) -> CausalLM:
-    """Return the model in a `DepthRouteForCausalLM`, which shares its weights."""
+    """Return the model in a `DepthRouteForCausalLM`, which shares its weights.
+
+    Raises:
+        TypeError: `shell` is no `DepthRouteForCausalLM`.
+    """
+    # by its name: the class may come from a folder with code of its own
+    if type(shell).__name__ != "DepthRouteForCausalLM":
+        raise TypeError(f"shell must be a DepthRouteForCausalLM, got {type(shell).__name__}")
     with torch.device("meta"):
         model = CausalLM(shell.config.model_config(), seed=None)
     model.load_state_dict(shell.state_dict(), assign=True)
     model.tie_weights()
-    model.model.compute_dtype = shell.model.compute_dtype
     return model
 
 
@@ -114,7 +127,8 @@ def load_shell(folder: str | Path) -> Any:
                 local_files_only=True,
                 ignore_mismatched_sizes=True,  # reported below, with the others
             )
-    except (OSError, ValueError, SafetensorError) as error:
+    # the last three are what transformers raises for values of its own fields
+    except (OSError, ValueError, SafetensorError, AttributeError, TypeError, ImportError) as error:
         raise ValueError(f"{folder} cannot be loaded: {error}") from error
     wrong = {kind: sorted(map(str, info[kind])) for kind in info if info[kind]}
     if wrong:

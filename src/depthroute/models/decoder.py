@@ -116,10 +116,13 @@ class Decoder(nn.Module):
             residual: A scheme to use in place of the model's own, such as a probe around it.
 
         Raises:
-            ValueError: `ids` of another shape or dtype, or documents together with a cache.
+            ValueError: `ids` of another shape or dtype, or a cache together with documents, or with
+                layers that are to be recomputed.
         """
         if ids.ndim != 2 or ids.is_floating_point():
             raise ValueError(f"ids must be integers [B, T], got {ids.dtype} {tuple(ids.shape)}")
+        if cache is not None and self.checkpointing != "none" and torch.is_grad_enabled():
+            raise ValueError("checkpointing recomputes layers: it cannot fill a cache")
         x = self.embed(ids)
         context = attention_context(
             x,

@@ -58,7 +58,7 @@ def positions(
     batch, tokens = x.shape[:2]
     past = 0 if cache is None else cache.get_seq_length()
     if position_ids is not None:
-        if position_ids.ndim != 2 or position_ids.shape[0] not in (1, batch):
+        if position_ids.shape not in ((1, tokens), (batch, tokens)):
             raise ValueError(
                 f"position_ids must be [1 or {batch}, {tokens}], got {tuple(position_ids.shape)}"
             )
@@ -88,8 +88,8 @@ def transformers_context(
     Args:
         config: A `DepthRouteConfig`.
         x: Embeddings `[B, T, D]`.
-        attention_mask: `[B, past + T]`, 0 for padding; or a mask that is ready for the attention
-            function.
+        attention_mask: `[B, past + T]`, 0 for padding; or `[B, 1, T, past + T]`, ready for the
+            attention function: False, or what is added to the scores, where it must not look.
         position_ids: `[1 or B, T]`; where they restart in a row, without mask and past, a packed
             document begins.
         cache: Past keys and values, extended in place.
@@ -143,7 +143,9 @@ def eager_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attend by explicit products; returns `[B, T, heads, head_dim]` and the weights."""
     scores = query @ key.mT * scaling
-    if attention_mask is not None:
+    if attention_mask is not None and attention_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+    elif attention_mask is not None:
         scores = scores + attention_mask
     wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
     weights = scores.softmax(-1, dtype=wide).to(query.dtype)

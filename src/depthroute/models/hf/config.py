@@ -43,7 +43,8 @@ class DepthRouteConfig(PreTrainedConfig):
     are filled in.
 
     Raises:
-        ValueError: A field is unknown, of the wrong type, or contradicts another.
+        ValueError: A field is unknown, of the wrong type, or contradicts another; also on saving,
+            for fields that were set since.
     """
 
     model_type: ClassVar[str] = "depthroute"
@@ -87,7 +88,7 @@ class DepthRouteConfig(PreTrainedConfig):
         self.residual = to_dict(model.residual)
         self.low_rank = None if model.low_rank is None else to_dict(model.low_rank)
         self.num_key_value_heads, self.head_dim = model.kv_heads, model.head_width
-        self._check_ids()
+        self._check_own_fields()
         kwargs["auto_map"] = {
             "AutoConfig": f"{ENTRY}.DepthRouteConfig",
             "AutoModel": f"{ENTRY}.DepthRouteModel",
@@ -116,8 +117,10 @@ class DepthRouteConfig(PreTrainedConfig):
         """Build from the content of a `config.json`, which must state what shapes the model.
 
         Raises:
-            ValueError: A required field is missing.
+            ValueError: It is no table, or a required field is missing.
         """
+        if not isinstance(config_dict, dict):
+            raise ValueError(f"the config must be a table, got {config_dict!r}")
         missing = [key for key in _REQUIRED if config_dict.get(key) is None]
         if missing:
             raise ValueError(f"the config lacks {', '.join(missing)}")
@@ -134,7 +137,11 @@ class DepthRouteConfig(PreTrainedConfig):
 
         Where depthroute is installed that is one file which imports it; see `depthroute export
         --with-code` for a folder that needs no installation.
+
+        Raises:
+            ValueError: A field that was set since the config was made could not be loaded.
         """
+        type(self).from_dict(self.to_dict())
         entry = Path(__file__).with_name(f"{ENTRY}.py")
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
@@ -146,9 +153,17 @@ class DepthRouteConfig(PreTrainedConfig):
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
         """Do nothing: `save_pretrained` always writes the code."""
 
-    def _check_ids(self) -> None:
+    def _check_own_fields(self) -> None:
+        """Check what `ModelConfig` lacks."""
+        if type(self.use_cache) is not bool:
+            raise ValueError(f"use_cache must be true or false, got {self.use_cache!r}")
+        context = self.max_position_embeddings
+        if context is not None and (type(context) is not int or context < 1):
+            raise ValueError(f"max_position_embeddings must be null or >= 1, got {context!r}")
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             value = getattr(self, name)
-            for one in value if isinstance(value, list) else [value]:
-                if one is not None and not 0 <= one < self.vocab_size:
-                    raise ValueError(f"{name} must be in [0, {self.vocab_size}), got {one}")
+            several = name == "eos_token_id" and isinstance(value, list) and len(value) > 0
+            for one in value if several else [value]:
+                known = type(one) is int and 0 <= one < self.vocab_size
+                if one is not None and not known:
+                    raise ValueError(f"{name} must be in [0, {self.vocab_size}), got {one!r}")

@@ -56,6 +56,11 @@ class DepthRoutePreTrainedModel(PreTrainedModel):
         self.model = Decoder(config.model_config())
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of all parameters but routing's."""
+        return self.model.embed_tokens.weight.dtype
+
+    @property
     def gradient_checkpointing(self) -> bool:
         """Tell whether layers are recomputed in the backward pass."""
         return self.model.checkpointing != "none"
@@ -105,7 +110,7 @@ class DepthRoutePreTrainedModel(PreTrainedModel):
             module.init_weights(draw)
         elif isinstance(module, Linear | nn.Linear | nn.Embedding):
             for parameter in module.parameters(recurse=False):
-                draw(parameter)
+                draw(parameter) if parameter.ndim > 1 else nn.init.zeros_(parameter)
 
     def _decode(
         self,
@@ -121,10 +126,9 @@ class DepthRoutePreTrainedModel(PreTrainedModel):
         output_depth_weights: bool,
     ) -> dict[str, Any]:
         """Run the decoder; returns the fields of `DepthRouteOutput`."""
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        self._check(input_ids, inputs_embeds, attention_mask, cache)
         cache = self._cache_to_fill(cache, use_cache)
-        x = self.model.embed(input_ids) if inputs_embeds is None else inputs_embeds
+        x = self.model.embed(input_ids) if inputs_embeds is None else inputs_embeds.to(self.dtype)
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         shown = _Shown(
@@ -152,6 +156,35 @@ class DepthRoutePreTrainedModel(PreTrainedModel):
             "attentions": None if shown.attentions is None else tuple(shown.attentions),
             "depth_weights": tuple(shown.weights.values()) if shown.weights else None,
         }
+
+    def _check(
+        self,
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        attention_mask: Tensor | None,
+        cache: Cache | None,
+    ) -> None:
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        if input_ids is not None:
+            if input_ids.ndim != 2 or input_ids.numel() == 0 or input_ids.is_floating_point():
+                got = f"{input_ids.dtype} {tuple(input_ids.shape)}"
+                raise ValueError(f"input_ids must be integers [B, T] with T >= 1, got {got}")
+        elif inputs_embeds.ndim != 3 or inputs_embeds.shape[-1] != self.config.hidden_size:
+            got = tuple(inputs_embeds.shape)
+            raise ValueError(f"inputs_embeds must be [B, T, {self.config.hidden_size}], got {got}")
+        if attention_mask is not None and attention_mask.ndim not in (2, 4):
+            raise ValueError(
+                "attention_mask must be [B, past + T] or [B, 1, T, past + T], got "
+                f"{tuple(attention_mask.shape)}"
+            )
+        if cache is not None and not isinstance(cache, Cache):
+            raise ValueError(f"the cache must be a transformers.Cache, got {type(cache).__name__}")
+        if any(parameter.is_meta for parameter in self.model.residual.parameters()):
+            raise ValueError(
+                "the routing parameters are on the meta device: give model.residual a device with "
+                'memory; a device map may put "model.layers" alone on "disk"'
+            )
 
     def _cache_to_fill(self, cache: Cache | None, use_cache: bool | None) -> Cache | None:
         """Return the given cache, or a new one where one is wanted."""
@@ -294,6 +327,8 @@ class DepthRouteForCausalLM(DepthRoutePreTrainedModel, GenerationMixin):
         all_logits = isinstance(logits_to_keep, int) and logits_to_keep == 0
         if labels is not None and not all_logits:
             raise ValueError("labels need the logits of all tokens: leave logits_to_keep at 0")
+        if isinstance(logits_to_keep, int) and logits_to_keep < 0:
+            raise ValueError(f"logits_to_keep must be >= 0, got {logits_to_keep}")
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(hidden[:, kept])
         loss = None
