@@ -230,6 +230,12 @@ def test_low_rank_maps_are_folded(make_run, tmp_path):
     assert torch.equal(model(ids).logits, load_model(run)(ids))
 
 
+def test_a_folder_of_another_kind_of_model_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ValueError, match=r'model_type must be "depthroute", .*, got "llama"'):
+        import_model(tmp_path, tmp_path / "start")
+
+
 def test_another_kind_of_model_is_refused():
     model = tiny_model(VARIANTS["s_lr"])
     with pytest.raises(TypeError, match="model must be a CausalLM, got DepthRouteForCausalLM"):

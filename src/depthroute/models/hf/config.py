@@ -117,10 +117,15 @@ class DepthRouteConfig(PreTrainedConfig):
         """Build from the content of a `config.json`, which must state what shapes the model.
 
         Raises:
-            ValueError: It is no table, or a required field is missing.
+            ValueError: It is no table, of another kind of model, or lacks a required field.
         """
         if not isinstance(config_dict, dict):
             raise ValueError(f"the config must be a table, got {config_dict!r}")
+        kind = config_dict.get("model_type", cls.model_type)
+        if kind != cls.model_type:
+            raise ValueError(
+                f'model_type must be "{cls.model_type}", as depthroute writes it, got "{kind}"'
+            )
         missing = [key for key in _REQUIRED if config_dict.get(key) is None]
         if missing:
             raise ValueError(f"the config lacks {', '.join(missing)}")
