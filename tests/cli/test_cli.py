@@ -1,5 +1,8 @@
 import json
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -122,7 +125,7 @@ def test_text_becomes_a_dataset_a_run_and_a_continuation(call, run_file, tmp_pat
     assert greedy.out.startswith("once")
     assert call("generate", run, "once", "tokens=6", "top_k=1", "seed=1") == greedy
     assert call("generate", run, "tokens=0").out == "\n"  # no prompt, no tokens
-    for prompt in ("a = b", "tokens = 5", "x=1", "=", "tokenz"):
+    for prompt in ("a = b", "tokens = 5", "x=1", "=", "tokenz", "x[:100:2]\t:smile: [b]"):
         assert call("generate", run, prompt, "tokens=0").out == f"{prompt}\n"
 
 
@@ -244,7 +247,7 @@ def test_wrong_files_are_named(call, run_file, tmp_path):
     assert_mistake(call("train", run_file, run_file), "expected at most one file")
     assert_mistake(call("train", "train.steps=1", run_file), "before all key=value")
     assert_mistake(call("compare", run_file), "variants: required key is missing")
-    assert_mistake(call("generate", tmp_path / "none", "x"), "none is no run folder")
+    assert_mistake(call("generate", tmp_path / ":100:", "x"), ":100: is no run folder")
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty/config.toml").write_text(run_file.read_text())
     assert_mistake(call("generate", tmp_path / "empty"), "empty has no checkpoint yet")
@@ -277,6 +280,16 @@ def test_folders_in_examples_are_those_that_examples_make(call):
     named = set(re.findall(r"runs/[\w/-]+", shown))
     assert len(named) >= 3
     assert named <= made
+
+
+def test_a_reader_that_stops_early_is_no_error():
+    """A pipe closed by `head` ends the command with status 1, and no words."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-c", "from depthroute.cli import main; main(['doctor'])"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_wrong_arguments_are_refused(call, tmp_path):

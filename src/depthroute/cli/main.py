@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from depthroute.config import load
 
@@ -182,9 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         app(args=None if arguments is None else list(arguments))
     except (ValueError, OSError, ImportError, ArithmeticError) as error:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(
-            f"depthroute: {error}", markup=False
-        )
+        print(f"depthroute: {error}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -202,7 +199,8 @@ def _split(settings: list[str] | None) -> tuple[Path | None, list[str]]:
 
 
 def _say(text: Any) -> None:
-    Console(highlight=False, soft_wrap=True).print(text, markup=False)
+    """Print text as it is: rich would read emoji codes in it and change tabs."""
+    print(text, flush=True)  # flushed here, where a closed pipe is caught
 
 
 def _exit_if(signal: int | None) -> None:

@@ -1,7 +1,6 @@
 """What a person sees of a run: a bar on a terminal, plain lines elsewhere."""
 
 import logging
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -9,6 +8,7 @@ from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.segment import Segment, Segments
 
 
 class Reporter:
@@ -22,18 +22,16 @@ class Reporter:
 
     def __init__(self, title: str, steps: int, console: Console | None = None) -> None:
         self.title, self.steps = title, steps
-        # without a terminal rich would wrap long lines at 80 columns
-        width = None if sys.stdout.isatty() else 200
-        self.console = console or Console(width=width, highlight=False, soft_wrap=True)
+        self.console = console or Console(soft_wrap=True)
         self.bar: Progress | None = None
 
     def __enter__(self) -> Self:
         if self.console.is_terminal:
             self.bar = Progress(
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 BarColumn(),
                 MofNCompleteColumn(),
-                TextColumn("{task.fields[numbers]}"),
+                TextColumn("{task.fields[numbers]}", markup=False),
                 TimeRemainingColumn(),
                 console=self.console,
             )
@@ -52,7 +50,8 @@ class Reporter:
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
-        self.console.print(text, markup=False)
+        # a segment, since of a string rich would read emoji codes and change tabs
+        self.console.print(Segments([Segment(f"{text}\n")]))
 
     def step(self, step: int, numbers: str) -> None:
         """Show that `step` steps are done."""
