@@ -124,9 +124,19 @@ def test_text_becomes_a_dataset_a_run_and_a_continuation(call, run_file, tmp_pat
     assert greedy.status == 0
     assert greedy.out.startswith("once")
     assert call("generate", run, "once", "tokens=6", "top_k=1", "seed=1") == greedy
-    assert call("generate", run, "tokens=0").out == "\n"  # no prompt, no tokens
-    for prompt in ("a = b", "tokens = 5", "x=1", "=", "tokenz", "x[:100:2]\t:smile: [b]"):
+    prompts = ("", "a = b", "stop=1", "tokens=5", "- x", "--all", "x[:100:2]\t:smile: [b]")
+    for prompt in prompts:  # the word after the run, whatever it contains
         assert call("generate", run, prompt, "tokens=0").out == f"{prompt}\n"
+
+
+def test_generate_does_without_the_device_of_the_run(call, run_file, tmp_path, monkeypatch):
+    assert call("train", run_file).status == 0
+    settings = tmp_path / "run/config.toml"
+    settings.write_text(settings.read_text().replace('device = "auto"', 'device = "cuda"'))
+    assert load(RunConfig, settings).train.device == "cuda"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    said = call("generate", tmp_path / "run", "ab", "tokens=0")
+    assert (said.status, said.out) == (0, "ab\n")
 
 
 def test_a_run_goes_to_hugging_face_and_back(call, run_file, tmp_path):
@@ -294,8 +304,11 @@ def test_a_reader_that_stops_early_is_no_error():
 
 def test_wrong_arguments_are_refused(call, tmp_path):
     assert_mistake(call("generate", tmp_path, "x", "tokns=3"), 'did you mean "tokens"?')
-    assert_mistake(call("generate", tmp_path, "tokenz=5"), "tokenz: unknown", 'mean "tokens"?')
-    assert_mistake(call("generate", tmp_path, "topk=", "tokens=1"), 'did you mean "top_k"?')
+    assert_mistake(call("generate", tmp_path, "", "topk="), 'did you mean "top_k"?')
+    assert_mistake(
+        call("generate", tmp_path, "caf\udce9"),  # what Python makes of a byte 0xe9
+        "prompt must be valid UTF-8, got b'\\xe9' at character 3",
+    )
     assert_mistake(call("prepare", tmp_path / "out", "source=stdlib", "tokenizer=foo"), "bpe:N")
     assert_mistake(call("prepare", tmp_path / "out", "sorce=stdlib"), 'did you mean "source"?')
     assert_mistake(call("prepare", tmp_path / "out", "source=nowhere"), "nowhere")

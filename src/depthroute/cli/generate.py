@@ -1,13 +1,13 @@
 """What `depthroute generate` does."""
 
-import difflib
-import re
+import os
 
 import torch
 
 from depthroute.config import config_dataclass
 from depthroute.models import generate
 from depthroute.train import load_model
+from depthroute.train.config import placement
 from depthroute.train.run import load_settings, open_dataset
 
 
@@ -22,19 +22,16 @@ class GenerateConfig:
     seed: int | None = None
 
 
-def looks_like_setting(word: str) -> bool:
-    """Tell whether a word is `key=value` with the name of a setting, or one close to it."""
-    found = re.fullmatch(r"(\w+)=\S*", word)
-    known = GenerateConfig.__dataclass_fields__
-    return found is not None and bool(difflib.get_close_matches(found[1], known))
-
-
 def sample(run: str, prompt: str, config: GenerateConfig) -> str:
-    """Return the prompt and its continuation by the newest checkpoint of a run."""
-    settings = load_settings(run)
-    device, _ = settings.train.placement()
+    """Return the prompt and its continuation by the newest checkpoint of a run.
+
+    Raises:
+        ValueError: The prompt is no text, or the run or its dataset is not there.
+    """
+    _check_is_text(prompt)
+    device, _ = placement("auto", "auto")  # a run of another machine may name what is not here
     model = load_model(run, device=device)
-    tokenizer = open_dataset(settings.data.path).tokenizer()
+    tokenizer = open_dataset(load_settings(run).data.path).tokenizer()
     ids = [tokenizer.end_id, *tokenizer.encode(prompt)]
     out = generate(
         model,
@@ -48,3 +45,14 @@ def sample(run: str, prompt: str, config: GenerateConfig) -> str:
     )
     continuation = [token for token in out[0, len(ids) :].tolist() if token != tokenizer.end_id]
     return prompt + tokenizer.decode(continuation)
+
+
+def _check_is_text(prompt: str) -> None:
+    """Refuse bytes that are not UTF-8, which a command line hands on as lone surrogates."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"prompt must be valid UTF-8, got {os.fsencode(prompt[error.start : error.end])!r} "
+            f"at character {error.start}; convert it to UTF-8"
+        ) from error

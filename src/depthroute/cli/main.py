@@ -75,10 +75,13 @@ def compare(settings: Settings = None) -> None:
     _exit_if(run(*_split(settings), _say))
 
 
-@app.command()
+# a prompt may begin with a dash; this command has no options
+@app.command(context_settings={"ignore_unknown_options": True})
 def generate(
     run: Annotated[str, typer.Argument(help="Run folder.", metavar="RUN")],
-    prompt: Annotated[str, typer.Argument(help="Text to continue; may be empty.")] = "",
+    prompt: Annotated[
+        str, typer.Argument(help='Text to continue, whatever is in it; "" for none.')
+    ] = "",
     settings: Annotated[
         list[str] | None,
         typer.Argument(
@@ -90,10 +93,8 @@ def generate(
 
     Example: depthroute generate runs/demo/s_lr-seed0 "def main" tokens=50 temperature=0
     """
-    from depthroute.cli.generate import GenerateConfig, looks_like_setting, sample
+    from depthroute.cli.generate import GenerateConfig, sample
 
-    if looks_like_setting(prompt):
-        prompt, settings = "", [prompt, *(settings or [])]
     _say(sample(run, prompt, load(GenerateConfig, None, settings or [])))
 
 
