@@ -215,7 +215,7 @@ def _explain(cls: Any, values: Any, error: Any) -> str:
             text = f"expected {_expected(hint)}, got {_show(value)}"
         case _:
             text = error["msg"]
-    return f"{path or 'top level'}: {text}"
+    return f"{path}: {text}" if path else text  # which names the keys of a check of the whole
 
 
 def _locate(hint: Any, value: Any, loc: Iterable[str | int]) -> tuple[str, Any, Any]:

@@ -385,8 +385,8 @@ def test_key_of_a_union_may_be_named_like_a_tag(path):
     assert text.startswith("model.residual.attn_res: unknown key; known keys: block_ends,")
 
 
-def test_error_in_the_root_object_has_no_key():
-    assert _message_of(Train, {"steps": 1, "lr": 2}) == "top level: lr must be <= 1, got 2.0"
+def test_error_in_the_root_object_names_its_keys_alone():
+    assert _message_of(Train, {"steps": 1, "lr": 2}) == "lr must be <= 1, got 2.0"
     assert _message_of(Train, {"stesp": 1}).splitlines()[0].startswith("steps: required key")
     assert _message_of(Residual, {"name": "x"}).startswith('name: unknown "x"; choices: ')
 
