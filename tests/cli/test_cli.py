@@ -199,6 +199,7 @@ def test_account_of_the_paper_agrees_in_every_row(call):
     said = call("account", "--paper")
     assert said.status == 0
     assert "19 of 19 rows agree" in said.out
+    assert_mistake(call("account", "--paper", "junk=3"), "--paper takes no settings, got junk=3")
 
 
 def test_compare_writes_its_table_and_names_its_files(call, run_file, tmp_path):
@@ -261,6 +262,20 @@ def test_wrong_files_are_named(call, run_file, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty/config.toml").write_text(run_file.read_text())
     assert_mistake(call("generate", tmp_path / "empty"), "empty has no checkpoint yet")
+
+
+def test_path_of_a_file_may_contain_an_equals_sign(call, run_file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lr=1").mkdir()
+    (tmp_path / "lr=1/config.toml").write_text(run_file.read_text())
+    size = "model.vocab_size=257"
+    expected = call("account", run_file, size)
+    assert expected.status == 0
+    assert call("account", "lr=1/config.toml", size) == expected
+    assert call("account", tmp_path / "lr=1/config.toml", size) == expected
+    assert_mistake(call("account", tmp_path / "lr=1/none.toml"), "lr=1/none.toml: cannot be read")
+    assert_mistake(call("compare", "config=none.toml"), "out: required key is missing")  # a setting
+    assert_mistake(call("account", run_file, f"out={'x' * 5000}"), "give model.vocab_size=N")
 
 
 def test_places_that_cannot_be_written_are_one_message(call, run_file, tmp_path):

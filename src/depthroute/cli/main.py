@@ -3,6 +3,7 @@
 Settings are `key=value`; what a command does is never a flag.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -168,6 +169,8 @@ def account(
     from depthroute.paper import format_paper
     from depthroute.train import RunConfig
 
+    if paper and settings:
+        raise ValueError(f"--paper takes no settings, got {' '.join(settings)}; leave them out")
     if paper:
         _say(format_paper())
         return
@@ -193,10 +196,17 @@ def _split(settings: list[str] | None) -> tuple[Path | None, list[str]]:
         ValueError: More than one file, or a file that does not come first.
     """
     words = settings or []
-    files = [word for word in words if "=" not in word]
+    files = [word for word in words if _names_file(word)]
     if len(files) > 1 or (files and words[0] != files[0]):
         raise ValueError(f"expected at most one file, before all key=value, got {' '.join(words)}")
     return (Path(files[0]) if files else None), words[len(files) :]
+
+
+def _names_file(word: str) -> bool:
+    """Tell a file, whose path may contain "=", from `dotted.key=value`, which may end in .toml."""
+    key, equals, _ = word.partition("=")
+    # no key has a slash; isfile rather than Path.is_file, which raises for long values
+    return not equals or os.path.isfile(word) or (word.endswith(".toml") and "/" in key)
 
 
 def _say(text: Any) -> None:
