@@ -121,6 +121,13 @@ def test_nothing_to_draw_is_refused(draw: Draw, content: Any, tmp_path: Path) ->
 
 
 @PLOTS
+def test_dollars_in_names_are_no_mathematics(draw: Draw, content: Any, tmp_path: Path) -> None:
+    names = (r"$\foo$", "$a$ and $b$")  # the first one is no mathematics that matplotlib knows
+    named = dict(zip(names, content.values(), strict=True))
+    assert draw(named, tmp_path / "picture.png").stat().st_size > 0
+
+
+@PLOTS
 def test_other_file_types_are_refused(draw: Draw, content: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"must end in \.png"):
         draw(content, tmp_path / "picture.pdf")
@@ -217,6 +224,14 @@ def test_differences_stand_in_order_with_mean_and_spread(figures, tmp_path):
     ends = axes.containers[0].lines[2][0].get_segments()[0][:, 0]
     assert ends == pytest.approx([0.2 - 0.02**0.5, 0.2 + 0.02**0.5])  # sample deviation
     assert "plain" in axes.get_title(loc="left") + axes.get_title()
+
+
+def test_names_with_dollars_are_shown_as_they_are(figures, tmp_path):
+    plot_differences({r"$\foo$": [0.1]}, tmp_path / "picture.png", base=r"$\bar$")
+    (axes,) = figures[0].axes
+    (label,) = axes.get_yticklabels()
+    assert label.get_text() == r"\$\foo\$"
+    assert axes.get_title() == r"Loss beside \$\bar\$"
 
 
 def test_differences_need_a_variant_and_a_seed(tmp_path):

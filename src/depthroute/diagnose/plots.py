@@ -46,7 +46,7 @@ def plot_losses(
     for (name, points), style in zip(runs.items(), _styles(), strict=False):
         steps, losses = zip(*points, strict=True)
         marker = "o" if len(points) <= 30 else ""
-        label = f"{name}  {losses[-1]:.4f}"
+        label = f"{_plain(name)}  {losses[-1]:.4f}"
         axes.plot(steps, losses, label=label, marker=marker, markersize=3, **style)
     axes.set_ylim(_loss_limits(np.array([point for points in runs.values() for point in points])))
     _legend(figure, "run, last loss")
@@ -75,14 +75,14 @@ def plot_differences(
         _check_some(values, f"variant {name!r}")
     ranked = sorted(differences, key=lambda name: np.mean(differences[name]), reverse=True)
     figure = _new_figure(8.0, 1.4 + 0.28 * len(ranked))
-    axes = _line_axes(figure, f"Loss beside {base}", "difference (nats per token)", "")
+    axes = _line_axes(figure, f"Loss beside {_plain(base)}", "difference (nats per token)", "")
     for row, name in enumerate(ranked):
         values = np.array(differences[name])
         spread = values.std(ddof=1) if len(values) > 1 else 0.0
         axes.errorbar(values.mean(), row, xerr=spread, color=_COLOURS[0], capsize=3, fmt="o")
         axes.plot(values, [row] * len(values), ".", color=_COLOURS[1], markersize=4)
     axes.axvline(0.0, color="#555555", linewidth=0.6)
-    axes.set_yticks(range(len(ranked)), ranked)
+    axes.set_yticks(range(len(ranked)), map(_plain, ranked))
     return _write(figure, path)
 
 
@@ -116,7 +116,8 @@ def plot_depth_weights(records: Mapping[str, DepthRecord], path: str | Path) -> 
             vmax=np.nanpercentile(weights, 99.5),
             extent=(-0.5, weights.shape[1] - 0.5, len(weights) + 0.5, 0.5),
         )
-        axes.set(title=name, xlabel="source (0 = embedding)", ylabel="read site (last = head)")
+        axes.set_title(_plain(name))
+        axes.set(xlabel="source (0 = embedding)", ylabel="read site (last = head)")
         axes.locator_params(integer=True)
         figure.colorbar(image, ax=axes, extend="max", label="mean weight")
     caption = "Mean attention mass; mass is not importance.\nGrey: no such source at that read."
@@ -145,7 +146,7 @@ def plot_effective_sources(records: Mapping[str, DepthRecord], path: str | Path)
     )
     for (name, record), style in zip(records.items(), _styles(), strict=False):
         sites = np.arange(len(record.weights))
-        label = f"{name}  {record.mean_effective_sources:.2f}"
+        label = f"{_plain(name)}  {record.mean_effective_sources:.2f}"
         axes.plot(sites, record.effective_sources, label=label, **style)
         limit = np.where(record.num_sources > 0, record.num_sources, np.nan)
         axes.plot(sites, limit, color=style["color"], linewidth=0.6, alpha=0.7)
@@ -187,6 +188,11 @@ def _line_axes(figure: Any, title: str, x_label: str, y_label: str) -> Any:
     axes.margins(x=0.02)
     axes.locator_params(axis="x", integer=True)
     return axes
+
+
+def _plain(name: str) -> str:
+    """Return a label that shows a name as it is: between dollars matplotlib reads mathematics."""
+    return name.replace("$", r"\$")
 
 
 def _styles() -> Iterator[dict[str, Any]]:
