@@ -1,6 +1,8 @@
 """What several tests need."""
 
+import resource
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -258,3 +260,14 @@ def assert_same_gradients(module: nn.Module, actual: Tensor, expected: Tensor) -
     upstream = torch.randn_like(expected)
     got, want = (torch.autograd.grad(x, parameters, upstream) for x in (actual, expected))
     assert_all_close(got, want, names, rtol=1e-9)
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Let no file grow, which the system refuses as it does where a disk is full."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

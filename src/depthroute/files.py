@@ -9,6 +9,17 @@ from typing import BinaryIO
 
 
 @contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name what a block writes in the errors that name no file, as that of a full disk does."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+@contextmanager
 def replacing(path: Path, *, suffix: str = "") -> Iterator[BinaryIO]:
     """Open a file that takes the place of `path` once it is whole; its folder is made.
 
@@ -16,13 +27,14 @@ def replacing(path: Path, *, suffix: str = "") -> Iterator[BinaryIO]:
 
     Raises:
         ValueError: `path` does not end in `suffix`.
+        OSError: It cannot be written; the error names the file.
     """
     if not path.name.endswith(suffix):
         raise ValueError(f"path must end in {suffix}, got {path}")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("wb") as file:
+        with naming(path), temporary.open("wb") as file:
             yield file
         os.replace(temporary, path)
     finally:
@@ -41,13 +53,15 @@ def new_folder(path: Path) -> Iterator[Path]:
 
     Raises:
         FileExistsError: `path` exists.
+        OSError: It cannot be filled; the error names a file, or the folder.
     """
     if path.exists():
         raise FileExistsError(f"{path} exists; delete it or choose another folder")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.mkdir(parents=True)
     try:
-        yield temporary
+        with naming(path):
+            yield temporary
         os.replace(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from depthroute.data import Manifest, SkipReport, TokenDataset, TokenWriter, load_tokenizer
+from helpers import full_disk
 
 
 def test_document_is_stored_after_its_end_token(make_dataset):
@@ -12,6 +13,20 @@ def test_document_is_stored_after_its_end_token(make_dataset):
     assert shard.tokens.tolist() == [0, 5, 6, 7, 0, 8]
     assert shard.starts.tolist() == [0, 4]
     assert (split.num_tokens, split.num_documents, split.num_bytes) == (6, 2, None)
+
+
+@pytest.mark.parametrize("num_documents", [1, 9])  # the last write fails, or one before it
+def test_a_full_disk_names_the_file_and_leaves_nothing(num_documents, tmp_path):
+    documents = np.ones((num_documents, 200_000), dtype=int)
+
+    def write() -> None:
+        with TokenWriter(tmp_path / "data", vocab_size=9, end_id=0) as writer:
+            for document in documents:
+                writer.add("train", document)
+
+    with full_disk(), pytest.raises(OSError, match=r"File too large: '.*/train_00000\.bin'"):
+        write()
+    assert not list(tmp_path.iterdir())
 
 
 def test_shards_are_closed_by_the_document_that_fills_them(make_dataset):

@@ -19,7 +19,7 @@ from depthroute.train.checkpoint import (
     load_weights,
     save_checkpoint,
 )
-from helpers import VARIANTS, tiny_model
+from helpers import VARIANTS, full_disk, tiny_model
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -130,6 +130,15 @@ def test_failed_write_leaves_the_checkpoints_before_it(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         save_checkpoint(tmp_path, 2, model, optimizers, keep=1)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step_00000001"]
+
+
+def test_a_full_disk_names_the_checkpoint(tmp_path):
+    model, optimizers = setting("prenorm")
+    with full_disk(), pytest.raises(OSError, match="File too large") as raised:
+        save_checkpoint(tmp_path, 2, model, optimizers, keep=1)
+    (line,) = str(raised.value).splitlines()
+    assert line.startswith(f"{tmp_path / 'step_00000002'} cannot be written: ")
+    assert list_checkpoints(tmp_path) == []
 
 
 def assert_refused(

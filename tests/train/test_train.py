@@ -16,8 +16,8 @@ from depthroute.ops import backend
 from depthroute.optim import schedule_factor
 from depthroute.train import RunConfig, load_model, train, trainer
 from depthroute.train.checkpoint import list_checkpoints
-from depthroute.train.run import resolve
-from helpers import assert_close
+from depthroute.train.run import RunFolder, resolve
+from helpers import assert_close, full_disk
 
 # makes the first AdamW update proportional to the gradient, where it is nearly its sign
 LINEAR_ADAMW = "optim.adamw.eps=1e3"
@@ -291,3 +291,10 @@ def test_deterministic_asks_torch_and_leaves_it_as_it_was(wanted, make_run, monk
     train(make_run("train.steps=2", f"train.deterministic={str(wanted).lower()}"))
     assert seen == [wanted] * 2
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_full_disk_names_the_metrics(make_run):
+    folder = RunFolder(make_run())
+    folder.start(0)
+    with full_disk(), pytest.raises(OSError, match=r"File too large: '.*/run/metrics\.jsonl'"):
+        folder.log([{"step": 1}])

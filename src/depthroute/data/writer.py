@@ -6,6 +6,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -15,6 +16,7 @@ import numpy as np
 from depthroute.data.manifest import TOKEN_BYTES_FILE, Manifest, Shard, sha256, token_dtype
 from depthroute.data.report import Progress, SkipReport
 from depthroute.data.tokenizer import Tokenizer
+from depthroute.files import naming
 
 DEFAULT_SHARD_TOKENS = 100_000_000
 
@@ -93,7 +95,8 @@ class TokenWriter:
     ) -> None:
         try:
             if error is None:
-                self._commit()
+                with naming(self.out):
+                    self._commit()
         finally:
             for shard in self._open.values():
                 shard.abandon()
@@ -209,11 +212,13 @@ class _OpenShard:
         self._num_bytes: int | None = 0
         self._starts: list[int] = []
         self._hash = hashlib.sha256()
-        self._file = (folder / f"{name}.bin").open("wb", buffering=1 << 20)
+        self._path = folder / f"{name}.bin"
+        self._file = self._path.open("wb", buffering=1 << 20)
 
     def add(self, tokens: np.ndarray, num_bytes: int | None) -> None:
         data = tokens.tobytes()
-        self._file.write(data)
+        with naming(self._path):
+            self._file.write(data)
         self._hash.update(data)
         self._starts.append(self.num_tokens)
         self.num_tokens += len(tokens)
@@ -221,7 +226,8 @@ class _OpenShard:
             self._num_bytes = None if num_bytes is None else self._num_bytes + num_bytes
 
     def close(self) -> Shard:
-        self._file.close()
+        with naming(self._path):
+            self._file.close()
         idx_path = self._folder / f"{self._name}.idx.npy"
         np.save(idx_path, np.asarray(self._starts, dtype="<i8"))
         return Shard(
@@ -234,4 +240,5 @@ class _OpenShard:
         )
 
     def abandon(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # closing writes the rest, which a full disk refuses once more
+            self._file.close()

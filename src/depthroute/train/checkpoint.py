@@ -38,13 +38,19 @@ def save_checkpoint(
 
     Returns:
         The checkpoint's folder.
+
+    Raises:
+        OSError: The checkpoint cannot be written, for example since the disk is full.
     """
     final = folder / f"step_{step:08d}"
     temporary = folder / f".writing_{final.name}"
     for unfinished in folder.glob(".writing_*"):  # left by a kill
         shutil.rmtree(unfinished)
     with _single_process():
-        dcp.save(_state(model, optimizers, step), checkpoint_id=temporary, no_dist=True)
+        try:
+            dcp.save(_state(model, optimizers, step), checkpoint_id=temporary, no_dist=True)
+        except dcp.api.CheckpointException as error:  # which is no Exception
+            raise OSError(f"{final} cannot be written: {_reason(error)}") from error
     if final.exists():  # of an earlier run of the same step
         shutil.rmtree(final)
     os.replace(temporary, final)

@@ -17,7 +17,7 @@ import torch
 import depthroute
 from depthroute.config import ConfigError, dump, load
 from depthroute.data import TokenDataset
-from depthroute.files import write_text
+from depthroute.files import naming, write_text
 from depthroute.models import CausalLM
 from depthroute.train.checkpoint import (
     checkpoint_step,
@@ -80,7 +80,7 @@ class RunFolder:
 
     def log(self, records: list[dict[str, Any]]) -> None:
         """Append records to `metrics.jsonl`."""
-        with self.metrics.open("a") as file:
+        with naming(self.metrics), self.metrics.open("a") as file:
             file.writelines(json.dumps(record) + "\n" for record in records)
 
     @staticmethod
