@@ -124,8 +124,19 @@ def test_text_becomes_a_dataset_a_run_and_a_continuation(call, run_file, tmp_pat
     assert greedy.status == 0
     assert greedy.out.startswith("once")
     assert call("generate", run, "once", "tokens=6", "top_k=1", "seed=1") == greedy
-    prompts = ("", "a = b", "stop=1", "tokens=5", "- x", "--all", "x[:100:2]\t:smile: [b]")
-    for prompt in prompts:  # the word after the run, whatever it contains
+    assert call("generate", run, "tokens=0").out == "\n"  # no prompt, no tokens
+    prompts = (
+        "",
+        "a = b",
+        "tokens = 5",
+        "stop=1",
+        "=",
+        "tokenz",
+        "- x",
+        "--all",
+        "x[:1]\t:smile: [b]",
+    )
+    for prompt in prompts:
         assert call("generate", run, prompt, "tokens=0").out == f"{prompt}\n"
 
 
@@ -319,7 +330,8 @@ def test_a_reader_that_stops_early_is_no_error():
 
 def test_wrong_arguments_are_refused(call, tmp_path):
     assert_mistake(call("generate", tmp_path, "x", "tokns=3"), 'did you mean "tokens"?')
-    assert_mistake(call("generate", tmp_path, "", "topk="), 'did you mean "top_k"?')
+    assert_mistake(call("generate", tmp_path, "tokenz=5"), "tokenz: unknown", 'mean "tokens"?')
+    assert_mistake(call("generate", tmp_path, "topk=", "tokens=1"), 'did you mean "top_k"?')
     assert_mistake(
         call("generate", tmp_path, "caf\udce9"),  # what Python makes of a byte 0xe9
         "prompt must be valid UTF-8, got b'\\xe9' at character 3",

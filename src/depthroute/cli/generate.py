@@ -1,6 +1,8 @@
 """What `depthroute generate` does."""
 
+import difflib
 import os
+import re
 
 import torch
 
@@ -20,6 +22,13 @@ class GenerateConfig:
     top_k: int | None = 50
     top_p: float = 1.0
     seed: int | None = None
+
+
+def looks_like_setting(word: str) -> bool:
+    """Tell whether a word is `key=value` with the name of a setting, or one close to it."""
+    found = re.fullmatch(r"(\w+)=\S*", word)
+    known = GenerateConfig.__dataclass_fields__
+    return found is not None and bool(difflib.get_close_matches(found[1], known, cutoff=0.8))
 
 
 def sample(run: str, prompt: str, config: GenerateConfig) -> str:

@@ -80,9 +80,7 @@ def compare(settings: Settings = None) -> None:
 @app.command(context_settings={"ignore_unknown_options": True})
 def generate(
     run: Annotated[str, typer.Argument(help="Run folder.", metavar="RUN")],
-    prompt: Annotated[
-        str, typer.Argument(help='Text to continue, whatever is in it; "" for none.')
-    ] = "",
+    prompt: Annotated[str, typer.Argument(help="Text to continue; may be empty.")] = "",
     settings: Annotated[
         list[str] | None,
         typer.Argument(
@@ -94,7 +92,10 @@ def generate(
 
     Example: depthroute generate runs/demo/s_lr-seed0 "def main" tokens=50 temperature=0
     """
-    from depthroute.cli.generate import GenerateConfig, sample
+    from depthroute.cli.generate import GenerateConfig, looks_like_setting, sample
+
+    if looks_like_setting(prompt):
+        prompt, settings = "", [prompt, *(settings or [])]
 
     _say(sample(run, prompt, load(GenerateConfig, None, settings or [])))
 
