@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -70,6 +71,17 @@ def test_the_loss_does_not_depend_on_batch_or_chunk_size(measure):
     for batch_size, chunk_tokens in ((1, 4096), (13, 7), (50, 16)):
         found = measure(batch_size=batch_size, chunk_tokens=chunk_tokens).total
         assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_bytes_that_become_known_are_measured_anew(measure, windows, monkeypatch):
+    split = windows._windows.split
+    table = split.token_bytes
+    for known in (None, table, 2 * table):
+        monkeypatch.setattr(windows, "token_bytes", known)
+        monkeypatch.setattr(windows._windows, "split", replace(split, token_bytes=known))
+        found = measure().num_bytes
+        expected = [batch.num_bytes for batch in windows.batches(100)]
+        assert [found] == expected
 
 
 def test_windows_are_added_without_rounding(measure):

@@ -1,7 +1,10 @@
+from pathlib import Path
+
 import pytest
 import torch
 
 from depthroute.data import load_tokenizer
+from depthroute.data.tokenizer import ByteTokenizer
 from depthroute.evaluate import Scorer, Work
 
 END = 256
@@ -98,6 +101,21 @@ def test_continuations_are_greedy(make_scorer, model, batch_size):
     prompts = [[END, *draw(2 + i % 3, i)] for i in range(7)]
     found = make_scorer(batch_size).continuations(prompts, max_new_tokens=9)
     assert found == [literal_text(model, prompt, 9) for prompt in prompts]
+
+
+class Quoting(ByteTokenizer):
+    def decode(self, ids):
+        return f"'{super().decode(ids)}'"
+
+    def save(self, folder):
+        (Path(folder) / "quoting").touch()
+
+
+def test_texts_of_another_tokenizer_are_decoded_anew(make_scorer):
+    plain, quoting = make_scorer(), make_scorer()
+    quoting.tokenizer = Quoting()
+    texts = [s.continuations([[END, *b"abc"]], max_new_tokens=9)[0] for s in (plain, quoting)]
+    assert texts[1] == f"'{texts[0]}'"
 
 
 def test_a_continuation_ends_before_its_first_stop(make_scorer, model):

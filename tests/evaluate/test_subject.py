@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from depthroute.convert import ExportConfig, export_run, to_hugging_face
 from depthroute.data import PrepareConfig, load_tokenizer, prepare
 from depthroute.evaluate import EvaluateConfig, Evaluation, Subject, evaluate
+from depthroute.models import CausalLM
 from depthroute.train import load_model, train
 from helpers import VARIANTS, tiny_model
 
@@ -105,6 +107,34 @@ def test_a_model_in_memory_is_measured_as_it_is(run, tiny_dataset, tmp_path):
         evaluate(subject, EvaluateConfig())
     with pytest.raises(ValueError, match="measured as it is, got cpu, auto"):
         evaluate(subject, EvaluateConfig(device="cpu", out=str(tmp_path / "out")))
+
+
+def test_equal_weights_of_another_config_are_measured_anew(run, tiny_dataset, tmp_path):
+    model = load_model(run)
+    other = CausalLM(replace(model.config, rope_theta=50.0))
+    other.load_state_dict(model.state_dict())
+    config = EvaluateConfig(tokens=640, out=str(tmp_path))
+    losses = [
+        evaluate(
+            Subject.of(one, load_tokenizer("bytes"), context=64, data=str(tiny_dataset)), config
+        ).loss
+        for one in (model, other)
+    ]
+    assert losses[0] != losses[1]
+
+
+def test_other_document_starts_are_another_source(run, tiny_dataset, tmp_path):
+    shutil.copytree(tiny_dataset, tmp_path / "other")
+    path = tmp_path / "other/manifest.json"
+    content = json.loads(path.read_text())
+    content["splits"]["val"]["shards"][0]["idx_sha256"] = "0"
+    path.write_text(json.dumps(content))
+    config = EvaluateConfig(tokens=64)
+    found = [
+        evaluate(run, replace(config, data=str(data))).loss.source
+        for data in (tiny_dataset, tmp_path / "other")
+    ]
+    assert found[0] != found[1]
 
 
 def test_a_model_in_bfloat16_has_results_of_its_own(run, tiny_dataset, tmp_path):

@@ -77,12 +77,20 @@ class TokenLoader:
 
 
 class ValidationWindows:
-    """A fixed set of windows; made by `validation_windows`."""
+    """A fixed set of windows; made by `validation_windows`.
+
+    Attributes:
+        num_windows: How many there are.
+        context: Tokens per window.
+        num_tokens: Targets in all.
+        token_bytes: UTF-8 bytes of each id, uint16 `[vocab_size]`; None if not known.
+    """
 
     def __init__(self, windows: Windows, num_windows: int) -> None:
         self.num_windows = num_windows
         self.context = windows.context
         self.num_tokens = num_windows * windows.context
+        self.token_bytes = windows.split.token_bytes
         self._windows = windows
 
     def batch(self, indices: Sequence[int]) -> Batch:

@@ -1,5 +1,6 @@
 """The loss of a token set, window by window."""
 
+import hashlib
 import math
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ class WindowLosses(NamedTuple):
     Attributes:
         sums_nats: Sum over the tokens of each window, in float64.
         context: Tokens per window.
-        shards: sha256 of the files that the windows are from.
+        shards: sha256 of the files that the windows are from, tokens and document starts.
         num_bytes: UTF-8 bytes that the targets stand for; None if the tokenizer cannot say.
     """
 
@@ -100,6 +101,7 @@ def window_losses(
         "batch_size": batch_size,
         "mask_documents": mask_documents,
         "chunk_tokens": chunk_tokens,
+        "token_bytes": None if windows.token_bytes is None else _sha256(windows.token_bytes),
     }
 
     def compute(i: int) -> list[Any]:
@@ -142,6 +144,10 @@ def token_losses(
         for h, t in zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True)
     ]
     return torch.cat(parts).view(batch.ids.shape)
+
+
+def _sha256(table: np.ndarray) -> str:
+    return hashlib.sha256(table.tobytes()).hexdigest()
 
 
 def wide(x: Tensor) -> Tensor:

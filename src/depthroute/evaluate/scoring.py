@@ -3,13 +3,17 @@
 import hashlib
 import json
 import math
+import tempfile
 from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from depthroute.data import Tokenizer
+from depthroute.data.manifest import sha256
 from depthroute.evaluate.loss import wide
 from depthroute.evaluate.progress import Work
 from depthroute.models import CausalLM, generate
@@ -106,8 +110,17 @@ class Scorer:
         def compute(indices: list[int]) -> list[Any]:
             return self._continue([kept[i] for i in indices], max_new_tokens, stop)
 
-        request = [list(prompts), max_new_tokens, list(stop)]
+        request = [list(prompts), max_new_tokens, list(stop), self._decoding]
         return self._in_batches("texts", request, [len(p) for p in kept], compute, equal=True)
+
+    @cached_property
+    def _decoding(self) -> str:
+        """The sha256 of all that the tokenizer saves: what tokens become as text."""
+        with tempfile.TemporaryDirectory() as folder:
+            self.tokenizer.save(folder)
+            files = sorted(Path(folder).iterdir())
+            content = [[file.name, sha256(file)] for file in files]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def _in_batches(
         self,

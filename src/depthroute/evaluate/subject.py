@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import nn
 
+from depthroute import __version__
+from depthroute.config import to_dict
 from depthroute.convert.hugging_face import from_hugging_face, load_shell
 from depthroute.data import (
     TokenDataset,
@@ -69,8 +71,13 @@ class Subject(NamedTuple):
         return cls(name, model, lambda: tokenizer, context, data)
 
     def identity(self) -> dict[str, Any]:
-        """Return what every result depends on, the sha256 of all weights among it."""
+        """Return what every result depends on, the sha256 of all weights among it.
+
+        Weights alone do not say what is computed with them: that is in the config and the code.
+        """
         return {
+            "depthroute": __version__,
+            "model": to_dict(self.model.config),
             "weights": _hash(self.model),
             "device": self.model.lm_head.weight.device.type,
             "compute_dtype": str(self.model.model.compute_dtype),
@@ -168,7 +175,8 @@ def loss_windows(
         context=context_of(subject, config),
         max_tokens=None if config.tokens == "all" else config.tokens,
     )
-    return windows, tuple(shard.bin_sha256 for shard in dataset.manifest.splits[config.split])
+    shards = dataset.manifest.splits[config.split]
+    return windows, tuple(file for one in shards for file in (one.bin_sha256, one.idx_sha256))
 
 
 def _check_tokenizer(subject: Subject, dataset: TokenDataset, split: str) -> None:
