@@ -1,17 +1,21 @@
 """Tasks of lm-evaluation-harness that read local files, against loops over the model."""
 
+import contextlib
 import itertools
 import json
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import tqdm
 
 from depthroute.data import load_tokenizer
 from depthroute.evaluate import PRESETS, Scorer, Work, harness_model, run_tasks
-from depthroute.evaluate.tasks import mean_over_tasks
+from depthroute.evaluate.harness import _WithoutBars, find_tasks
+from depthroute.evaluate.tasks import load_tasks, mean_over_tasks, run_loaded
 
 lm_eval = pytest.importorskip("lm_eval", reason='needs pip install "depthroute[eval]"')
 # of datasets and what it brings, not ours
@@ -152,27 +156,123 @@ def test_texts_are_continued_greedily_up_to_the_stop(make_scorer, model, tasks, 
     assert found.scores.tolist() == [float(i % 2) for i in range(8)]
 
 
-def test_sampling_is_refused(make_scorer):
+@pytest.mark.parametrize("settings", [{"do_sample": True}, {"temperature": 0.7}])
+def test_sampling_is_refused(make_scorer, settings):
     class Request:
-        args = ("a", {"do_sample": True, "temperature": 1.0})
+        args = ("a", settings)
 
     with pytest.raises(ValueError, match="continued greedily, this task asks for"):
         harness_model(make_scorer()).generate_until([Request])
 
 
 def test_missing_data_are_named_with_what_to_do(make_scorer, tasks):
-    with pytest.raises(ValueError, match=r"the data of far are missing: .*HF_HOME.*include_path"):
+    with pytest.raises(
+        ValueError, match=r"far cannot be run: its data are .*HF_HOME.*include_path"
+    ):
         run_tasks(make_scorer(), ["far"], include_path=str(tasks))
 
 
-def test_an_unknown_task_is_named_with_the_nearest(make_scorer, tasks, monkeypatch):
+@pytest.fixture
+def asked_for_all(monkeypatch) -> list[bool]:
+    """List whether each index was to hold the harness's tasks, which take seconds to list."""
     import lm_eval.tasks
 
-    class LocalTasks(lm_eval.tasks.TaskManager):  # the harness's own take seconds to list
-        def __init__(self, **settings) -> None:
-            super().__init__(**{**settings, "include_defaults": False})
+    asked = []
+
+    class LocalTasks(lm_eval.tasks.TaskManager):
+        def __init__(self, *, include_path, include_defaults=True) -> None:
+            asked.append(include_defaults)
+            super().__init__(include_path=include_path, include_defaults=False)
 
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", LocalTasks)
+    return asked
+
+
+def test_only_groups_of_local_files_may_hold_tasks_of_the_harness(tasks, asked_for_all):
+    find_tasks(["choice", "few"], str(tasks))
+    assert asked_for_all == [False]
+    find_tasks(["choice", "pair"], str(tasks))
+    assert asked_for_all == [False, False, True]
+
+
+def edited(tasks: Path, name: str, *change: str) -> None:
+    """Write a task like `choice` with one text in its file in place of another."""
+    text = (tasks / "choice.yaml").read_text().replace("task: choice", f"task: {name}")
+    assert change[0] in text
+    (tasks / f"{name}.yaml").write_text(text.replace(*change))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("output_type", "output_typ"), "output_typ"),
+        (("{{question}}", "{{question"), "TemplateSyntaxError"),
+        (("test_split: test", "test_split: tst"), "tst"),
+        (("metric: acc\n", "metric: accc\n"), "KeyError"),
+        (("doc_to_target: answer", "doc_to_target: 9"), "IndexError"),
+        (("doc_to_target: answer", 'doc_to_target: "{{answer + 8}}"'), "."),
+        (('"{{question}}"', "!function utils.nope"), "utils"),
+        (("doc_to_choice: choices", "doc_to_choice: gone"), "."),
+    ],
+    ids=["key", "jinja", "split", "metric", "answer", "answers", "function", "choices"],
+)
+def test_a_mistake_in_a_task_file_is_one_line_with_the_tasks_name(
+    make_scorer, tasks, change, message
+):
+    edited(tasks, "wrong", *change)
+    with pytest.raises(ValueError, match=rf"^tasks: wrong cannot be run: .*{message}") as caught:
+        run_tasks(make_scorer(), ["wrong"], include_path=str(tasks))
+    assert "\n" not in str(caught.value)
+
+
+def test_groups_and_tasks_without_anything_in_them_are_named(make_scorer, tasks, asked_for_all):
+    (tasks / "hollow.yaml").write_text("group: hollow\ntask: []\n")
+    with pytest.raises(ValueError, match="hollow cannot be run: it holds no tasks"):
+        run_tasks(make_scorer(), ["hollow"], include_path=str(tasks))
+    (tasks / "odd.yaml").write_text("group: odd\ntask: [choice, nowhere]\n")
+    with pytest.raises(ValueError, match="odd cannot be run: "):
+        run_tasks(make_scorer(), ["odd"], include_path=str(tasks))
+    (tasks / "few.jsonl").write_text("")
+    with pytest.raises(ValueError, match=r"few cannot be run: StopIteration$"):
+        run_tasks(make_scorer(), ["few"], include_path=str(tasks))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("choice", "the log-likelihood of request [0-9]+ is nan"), ("text", "a logit is not finite")],
+)
+def test_what_is_not_finite_is_an_error(make_scorer, model, tasks, name, message):
+    with torch.no_grad():
+        model.lm_head.weight[0] = float("nan")
+    with pytest.raises(FloatingPointError, match=f"tasks: {name}: {message}"):
+        run_tasks(make_scorer(), [name], include_path=str(tasks))
+
+
+def test_a_median_of_one_item_is_no_mean(make_scorer, tasks):
+    edited(tasks, "middle", "metric: acc_norm", "metric: acc_norm\n    aggregation: median")
+    (found,) = run_tasks(make_scorer(), ["middle"], include_path=str(tasks), limit=1)
+    assert found.scores is found.standard_error is None
+
+
+def test_loaded_tasks_can_be_run_again(make_scorer, tasks):
+    loaded = load_tasks(["choice"], include_path=str(tasks))
+    first, second = (
+        run_loaded(make_scorer(context=400), loaded, num_fewshot=2, limit=5)[0] for _ in range(2)
+    )
+    assert first.items == second.items
+    assert first.scores.tolist() == second.scores.tolist()
+
+
+def test_only_progress_bars_are_kept_off_standard_error(capsys):
+    with contextlib.redirect_stderr(_WithoutBars()):
+        print("one", file=sys.stderr)
+        for _ in tqdm.tqdm(range(3)):
+            pass
+        print("two", file=sys.stderr)
+    assert capsys.readouterr().err == "one\ntwo\n"
+
+
+def test_an_unknown_task_is_named_with_the_nearest(make_scorer, tasks, asked_for_all):
     with pytest.raises(ValueError, match='knows no "choise"; did you mean "choice"'):
         run_tasks(make_scorer(), ["choise"], include_path=str(tasks))
 

@@ -7,7 +7,7 @@ import json
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -84,6 +84,10 @@ def harness_model(scorer: Scorer) -> Any:
 def find_tasks(names: Sequence[str], include_path: str | None) -> Any:
     """Return an `lm_eval.tasks.TaskManager` that knows the names.
 
+    Args:
+        names: Of tasks, groups and tags.
+        include_path: Folder with further tasks.
+
     Raises:
         ValueError: There is no task, group or tag of a name.
     """
@@ -91,7 +95,7 @@ def find_tasks(names: Sequence[str], include_path: str | None) -> Any:
 
     if include_path is not None:  # without the harness's own tasks, whose index takes seconds
         manager = TaskManager(include_path=include_path, include_defaults=False)
-        if set(names) <= set(manager.all_tasks):
+        if set(names) <= set(manager.all_subtasks):  # a group may hold tasks of the harness
             return manager
     manager = TaskManager(include_path=include_path)
     for name in names:
@@ -102,32 +106,68 @@ def find_tasks(names: Sequence[str], include_path: str | None) -> Any:
     return manager
 
 
-def run_task(
-    model: Any, manager: Any, name: str, *, num_fewshot: int, limit: int | None
-) -> dict[str, Any]:
-    """Return what the harness finds out about a task or group, results of each item included.
+@contextlib.contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Say of which task an error is, in one line.
 
     Args:
-        model: From `harness_model`.
-        manager: From `find_tasks`.
         name: Of a task, group or tag.
-        num_fewshot: Solved examples; a task that fixes 0 keeps it.
-        limit: First items only.
 
     Raises:
-        ValueError: The task's data are neither here nor reachable.
+        ValueError: Whatever a task file, its code or the harness ran into.
+        FloatingPointError: The model gave a number that is not finite.
+        OSError: The disk, on which progress is kept.
     """
-    from lm_eval.evaluator import evaluate
+    try:
+        yield
+    except FloatingPointError as error:
+        raise FloatingPointError(f"tasks: {name}: {error}") from error
+    except OSError:
+        raise
+    except Exception as error:  # task files and their code fail with any
+        kind = "" if type(error) is ValueError else type(error).__name__
+        text = ": ".join(filter(None, (kind, " ".join(str(error).split()))))
+        raise ValueError(f"tasks: {name} cannot be run: {text}") from error
 
+
+def load_task(manager: Any, name: str) -> dict[str, Any]:
+    """Return a task, or all tasks of a group or tag, in the harness's form.
+
+    Args:
+        manager: From `find_tasks`.
+        name: Of a task, group or tag.
+
+    Raises:
+        ValueError: The data are neither here nor reachable, or there are no tasks.
+    """
     with contextlib.redirect_stderr(_WithoutBars()):
         try:
             loaded = manager.load([name])
         except OSError as error:
             raise ValueError(
-                f"tasks: the data of {name} are missing: {error}. Run the same command once on a "
-                "machine with network and copy its Hugging Face cache (HF_HOME), or write a task "
-                "that reads local files and name its folder in include_path"
+                f"its data are missing: {error}. Run the same command once on a machine with "
+                "network and copy its Hugging Face cache (HF_HOME), or write a task that reads "
+                "local files and name its folder in include_path"
             ) from error
+    if not loaded["tasks"]:
+        raise ValueError("it holds no tasks")
+    return loaded
+
+
+def run_task(
+    model: Any, loaded: dict[str, Any], *, num_fewshot: int, limit: int | None
+) -> dict[str, Any]:
+    """Return what the harness finds out about a task or group, results of each item included.
+
+    Args:
+        model: From `harness_model`.
+        loaded: From `load_task`; may be run again.
+        num_fewshot: Solved examples; a task that fixes 0 keeps it.
+        limit: First items only.
+    """
+    from lm_eval.evaluator import evaluate
+
+    with contextlib.redirect_stderr(_WithoutBars()):
         for task in loaded["tasks"].values():
             if task.get_config("num_fewshot") != 0:
                 task.set_config("num_fewshot", num_fewshot)
@@ -136,14 +176,30 @@ def run_task(
         return evaluate(lm=model, task_dict=loaded, limit=limit, bootstrap_iters=0)
 
 
+def is_mean(task: Any, metric: str) -> bool:
+    """Tell whether a metric is the mean of one number per item, by what the task declares.
+
+    Args:
+        task: One of those in `load_task`'s answer.
+        metric: Its name.
+    """
+    from lm_eval.api.metrics import mean
+
+    return task.aggregation().get(metric, mean) is mean  # mean is the harness's default
+
+
 def _greedy(settings: dict[str, Any]) -> tuple[int, list[str]]:
     """Return the length and the stops that a task asks for.
 
     Raises:
         ValueError: It asks for sampling or beams.
     """
-    if settings.get("do_sample") or settings.get("num_beams", 1) != 1:
-        raise ValueError(f"tasks: texts are continued greedily, this task asks for {settings}")
+    # as in the harness, a temperature alone asks for sampling
+    sampled = settings.get("do_sample")
+    if sampled is None:
+        sampled = float(settings.get("temperature") or 0) > 0
+    if sampled or settings.get("num_beams", 1) != 1:
+        raise ValueError(f"texts are continued greedily, this task asks for {settings}")
     lengths = (settings[key] for key in _LENGTHS if settings.get(key) is not None)
     stop = settings.get("until") or []
     return int(next(lengths, _DEFAULT_LENGTH)), [stop] if isinstance(stop, str) else stop
@@ -153,10 +209,13 @@ class _WithoutBars(io.TextIOBase):
     """Standard error without the harness's own progress bars, which would tear ours."""
 
     def __init__(self) -> None:
-        self.stream = sys.stderr
+        self.stream, self.in_bar = sys.stderr, False
 
     def write(self, text: str) -> int:
-        return len(text) if "\r" in text or text == "\n" else self.stream.write(text)
+        ends_bar = self.in_bar and text == "\n"
+        if text:
+            self.in_bar = "\r" in text
+        return len(text) if self.in_bar or ends_bar else self.stream.write(text)
 
     def flush(self) -> None:
         self.stream.flush()

@@ -4,7 +4,8 @@ import hashlib
 import json
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,6 +66,7 @@ class Scorer:
 
         Raises:
             ValueError: A part of a request is empty, or a continuation exceeds the context.
+            FloatingPointError: A log-likelihood is not finite.
         """
         for before, after in requests:
             if not before or not 0 < len(after) <= self.context:
@@ -79,6 +81,11 @@ class Scorer:
             scored = self._score(
                 [sequences[i] for i in indices], [len(requests[i][1]) for i in indices]
             )
+            for i, score in zip(indices, scored, strict=True):
+                if not math.isfinite(score.log_likelihood):
+                    raise FloatingPointError(
+                        f"the log-likelihood of request {i} is {score.log_likelihood}"
+                    )
             return [tuple(score) for score in scored]
 
         lengths = [len(sequence) for sequence in sequences]
@@ -97,6 +104,7 @@ class Scorer:
 
         Raises:
             ValueError: `max_new_tokens` leaves no room for a prompt.
+            FloatingPointError: A logit is not finite.
         """
         room = self.context - max_new_tokens
         if room < 1:
@@ -108,7 +116,8 @@ class Scorer:
         kept = [prompt[-room:] for prompt in prompts]
 
         def compute(indices: list[int]) -> list[Any]:
-            return self._continue([kept[i] for i in indices], max_new_tokens, stop)
+            with _finite_logits(self.model):
+                return self._continue([kept[i] for i in indices], max_new_tokens, stop)
 
         request = [list(prompts), max_new_tokens, list(stop), self._decoding]
         return self._in_batches("texts", request, [len(p) for p in kept], compute, equal=True)
@@ -204,6 +213,28 @@ class Scorer:
             stop=done if stop else None,
         )
         return [_before(stop, text(row)) for row in ids]
+
+
+@contextmanager
+def _finite_logits(model: CausalLM) -> Iterator[None]:
+    """Look at all logits within the block; a replayed CUDA graph does so too.
+
+    Raises:
+        FloatingPointError: One of them is not finite.
+    """
+    device = model.lm_head.weight.device
+    wrong = torch.zeros((), dtype=torch.bool, device=device)  # read once: no wait per token
+
+    def look(_module: Any, _inputs: Any, logits: Tensor) -> None:
+        wrong.logical_or_(~logits.isfinite().all())
+
+    hook = model.lm_head.register_forward_hook(look)
+    try:
+        yield
+    finally:
+        hook.remove()
+    if wrong:
+        raise FloatingPointError("a logit is not finite")
 
 
 def _before(stop: Sequence[str], text: str) -> str:

@@ -6,7 +6,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from depthroute.evaluate.harness import find_tasks, harness_model, run_task
+from depthroute.evaluate.harness import (
+    find_tasks,
+    harness_model,
+    is_mean,
+    load_task,
+    naming,
+    require_harness,
+    run_task,
+)
 from depthroute.evaluate.scoring import Scorer
 from depthroute.evaluate.statistics import equal_mean_error, mean_and_error
 
@@ -74,6 +82,41 @@ def expand_presets(names: Sequence[str]) -> dict[str, str | None]:
     return found
 
 
+class LoadedTask(NamedTuple):
+    """A task or group with its data, before a model has seen it.
+
+    Attributes:
+        name: As asked for.
+        metric: That of a preset; None leaves the choice to the task.
+        loaded: In the harness's form.
+    """
+
+    name: str
+    metric: str | None
+    loaded: dict[str, Any]
+
+
+def load_tasks(names: Sequence[str], *, include_path: str | None = None) -> list[LoadedTask]:
+    """Load tasks, groups or presets of lm-evaluation-harness.
+
+    Args:
+        names: What to load.
+        include_path: Folder with further tasks.
+
+    Raises:
+        ImportError: The harness is not installed.
+        ValueError: A task is not known, its data are missing, or its file has a mistake.
+    """
+    require_harness()
+    wanted = expand_presets(names)
+    manager = find_tasks(tuple(wanted), include_path)
+    found = []
+    for name, metric in wanted.items():
+        with naming(name):
+            found.append(LoadedTask(name, metric, load_task(manager, name)))
+    return found
+
+
 def run_tasks(
     scorer: Scorer,
     names: Sequence[str],
@@ -93,16 +136,36 @@ def run_tasks(
 
     Raises:
         ImportError: The harness is not installed.
-        ValueError: A task is not known, its data are missing, or its metric cannot be told.
+        ValueError: A task is not known, its data are missing, its file has a mistake, or its
+            metric cannot be told.
+        FloatingPointError: The model gave a number that is not finite.
+    """
+    tasks = load_tasks(names, include_path=include_path)
+    return run_loaded(scorer, tasks, num_fewshot=num_fewshot, limit=limit)
+
+
+def run_loaded(
+    scorer: Scorer, tasks: Sequence[LoadedTask], *, num_fewshot: int, limit: int | None
+) -> list[TaskResult]:
+    """Run tasks that are loaded, which may be done again.
+
+    Args:
+        scorer: The model.
+        tasks: What to run.
+        num_fewshot: Solved examples before each question.
+        limit: First items of each task only.
+
+    Raises:
+        ValueError: A task cannot be run, or its metric cannot be told.
+        FloatingPointError: The model gave a number that is not finite.
     """
     model = harness_model(scorer)
-    wanted = expand_presets(names)
-    manager = find_tasks(tuple(wanted), include_path)
     results = []
-    for name, metric in wanted.items():
+    for task in tasks:
         before = scorer.num_cut
-        found = run_task(model, manager, name, num_fewshot=num_fewshot, limit=limit)
-        results.append(_result(name, metric, found, num_cut=scorer.num_cut - before))
+        with naming(task.name):
+            found = run_task(model, task.loaded, num_fewshot=num_fewshot, limit=limit)
+            results.append(_result(task, found, num_cut=scorer.num_cut - before))
     return results
 
 
@@ -118,34 +181,37 @@ def mean_over_tasks(results: Sequence[TaskResult]) -> tuple[float, float | None]
     return mean, equal_mean_error([result.standard_error for result in means])
 
 
-def _result(name: str, metric: str | None, found: dict[str, Any], *, num_cut: int) -> TaskResult:
-    """Pool the tasks of a group, item by item."""
+def _result(wanted: LoadedTask, found: dict[str, Any], *, num_cut: int) -> TaskResult:
+    """Pool the tasks of a group, item by item.
+
+    Raises:
+        ValueError: There is no one metric, or there are no items.
+    """
     metrics = {task: _metrics(found["results"][task]) for task in found["samples"]}
-    keys = {task: _choose(task, metric, values) for task, values in metrics.items()}
+    keys = {task: _choose(task, wanted.metric, values) for task, values in metrics.items()}
     items: list[str] = []
     scores: list[Any] = []
-    is_mean = True
+    all_means = True
     for task, samples in found["samples"].items():
         name_of_metric, _, rule = keys[task].partition(",")
         own = [sample for sample in samples if sample["filter"] == rule]
         items += [f"{task}/{one['doc_id']}/{one['doc_hash'][:16]}" for one in own]
-        values = [one[name_of_metric] for one in own]
-        is_mean = is_mean and _is_mean(values, metrics[task][keys[task]])
-        scores += values
+        all_means = all_means and is_mean(wanted.loaded["tasks"][task], name_of_metric)
+        scores += [one[name_of_metric] for one in own]
     chosen = {key.partition(",")[0] for key in keys.values()}
-    if len(chosen) > 1 or (len(keys) > 1 and not is_mean):
+    if len(chosen) > 1 or (len(keys) > 1 and not all_means):
         raise ValueError(
-            f"tasks: {name} has no metric that is a mean over the items of all its tasks, "
+            "it has no metric that is a mean over the items of all its tasks, "
             f"got {sorted(chosen)}; name the tasks one by one"
         )
-    known = np.array(scores, dtype=float) if is_mean else None
+    known = np.array(scores, dtype=float) if all_means else None
     if known is None:
         ((task, key),) = keys.items()
         value, error = metrics[task][key], None
     else:
         value, error = mean_and_error(known)
     return TaskResult(
-        name=name,
+        name=wanted.name,
         metric=chosen.pop(),
         value=value,
         standard_error=error,
@@ -176,12 +242,5 @@ def _choose(task: str, metric: str | None, metrics: dict[str, float]) -> str:
         if wanted in names:
             return list(metrics)[names.index(wanted)]
     if metric is not None:
-        raise ValueError(f"tasks: {task} has no metric {metric}, only {', '.join(names)}")
+        raise ValueError(f"{task} has no metric {metric}, only {', '.join(names)}")
     return next(iter(metrics))
-
-
-def _is_mean(values: list[Any], aggregated: float) -> bool:
-    """Tell whether a metric is the mean of one number per item."""
-    if not all(isinstance(value, bool | int | float | np.number) for value in values):
-        return False
-    return math.isclose(math.fsum(values) / len(values), aggregated, rel_tol=1e-9, abs_tol=1e-12)
