@@ -1,7 +1,9 @@
 """Whole evaluations: what is written and said, comparisons, several processes."""
 
 import json
+import math
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -97,10 +99,94 @@ def test_losses_are_compared_window_by_window(make_folder, tmp_path):
     assert (tmp_path / "out/compare_with/results.json").exists()
 
 
-def test_losses_of_other_windows_are_not_compared(make_folder):
-    ours, theirs = make_folder("ours"), make_folder("theirs", "data.context=8")
-    with pytest.raises(ValueError, match=r"differ in data or context.*tokens=0"):
+def test_a_comparison_leaves_the_results_of_the_other_run(make_folder):
+    ours, theirs = make_folder("ours"), make_folder("theirs", seed=1)
+    evaluate(theirs, EvaluateConfig(tokens=64))
+    kept = (theirs / "evaluation/results.json").read_text()
+    result = evaluate(ours, EvaluateConfig(tokens=96, compare_with=str(theirs)))
+    assert (theirs / "evaluation/results.json").read_text() == kept
+    stored = json.loads((ours / "evaluation/compare_with/results.json").read_text())
+    assert stored["loss"]["loss_nats"] == result.comparison.theirs.loss.total.loss_nats
+    assert list((theirs / "evaluation/progress").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.context=8"], r"differ in data or context.*tokens=0"),
+        (["data.mask_documents=false"], r"differ in mask_documents, True and False; give"),
+    ],
+)
+def test_losses_of_other_windows_or_masks_are_not_compared(make_folder, overrides, message):
+    ours, theirs = make_folder("ours"), make_folder("theirs", *overrides)
+    with pytest.raises(ValueError, match=message):
         evaluate(ours, EvaluateConfig(tokens=96, compare_with=str(theirs)))
+    assert not (ours / "evaluation").exists()  # found out before the work
+    same = {"context": 8, "mask_documents": True}
+    found = evaluate(ours, EvaluateConfig(tokens=96, compare_with=str(theirs), **same))
+    assert found.comparison.loss_nats is not None
+
+
+def test_what_is_missing_is_found_out_before_the_work(make_folder, tmp_path):
+    run = make_folder()
+    with pytest.raises(ValueError, match="typo is neither a run folder"):
+        evaluate(run, EvaluateConfig(compare_with=str(tmp_path / "typo")))
+    with pytest.raises(ValueError, match=r"tokens must be .* context=16 tokens, got 10"):
+        evaluate(run, EvaluateConfig(tokens=10))
+    assert not (run / "evaluation").exists()
+
+
+def test_results_are_there_before_the_comparison(make_folder, monkeypatch):
+    ours, theirs = make_folder("ours"), make_folder("theirs", seed=1)
+
+    def fail(*_: object) -> None:
+        raise FloatingPointError
+
+    monkeypatch.setattr("depthroute.evaluate.run._compare", fail)
+    with pytest.raises(FloatingPointError):
+        evaluate(ours, EvaluateConfig(tokens=96, compare_with=str(theirs)))
+    stored = json.loads((ours / "evaluation/results.json").read_text())
+    assert stored["loss"]["tokens"] == 96
+    assert stored["comparison"] is None
+
+
+@needs_harness
+@ignore_foreign_warnings
+def test_a_task_that_cannot_be_loaded_is_found_out_before_the_work(make_folder, tasks):
+    run = make_folder("run", "data.context=64")
+    with pytest.raises(ValueError, match="tasks: far cannot be run: its data are missing"):
+        evaluate(run, EvaluateConfig(tasks="choice, far", include_path=str(tasks)))
+    assert not (run / "evaluation").exists()
+
+
+@needs_harness
+@ignore_foreign_warnings
+def test_the_other_runs_lines_and_notes_are_named(make_folder, tasks):
+    ours = make_folder("ours", "data.context=64")
+    theirs = make_folder("theirs", "data.context=16", seed=1)
+    config = EvaluateConfig(
+        tokens=0, tasks="choice, few", include_path=str(tasks), compare_with=str(theirs)
+    )
+    result = evaluate(ours, config)
+    said = format_evaluation(result)
+    assert re.search(rf"choice: \d+ requests to {theirs} were longer than its context", said)
+    assert f"requests to {ours}" not in said
+    other = result.comparison.theirs
+    other = other._replace(tasks=other.tasks[::-1])
+    turned = result._replace(comparison=result.comparison._replace(theirs=other))
+    assert table(format_evaluation(turned)) == table(said)
+
+
+def test_numbers_that_json_cannot_say_are_null(make_folder, monkeypatch):
+    run = make_folder()
+    monkeypatch.setattr(
+        "depthroute.evaluate.run._numbers", lambda *_: {"a": [math.nan, 1.0], "b": math.inf}
+    )
+    evaluate(run, EvaluateConfig(tokens=96))
+    assert json.loads((run / "evaluation/results.json").read_text()) == {
+        "a": [None, 1.0],
+        "b": None,
+    }
 
 
 @needs_harness
@@ -164,6 +250,7 @@ def test_two_processes_give_what_one_gives(make_folder, tasks, tmp_path):
     [
         ({"tokens": 0}, "nothing to measure"),
         ({"tokens": -1}, "tokens must be"),
+        ({"out": ""}, "out must be a folder"),
         ({"limit": 0}, "limit must be >= 1"),
         ({"batch_size": 0}, "batch_size must be >= 1, got 0"),
         ({"bootstrap": 10}, "bootstrap must be >= 100, got 10"),

@@ -14,8 +14,8 @@ class EvaluateConfig:
     """What is measured of a model: the newest checkpoint of a run, or a Hugging Face folder.
 
     Args:
-        tokens: Size of the token set of the loss, rounded down to whole windows; "all" takes the
-            whole split, 0 leaves the loss out.
+        tokens: Size of the token set of the loss, rounded down to whole windows; "all", or more
+            than it holds, takes the whole split, 0 leaves the loss out.
         split: Split of the dataset that the loss is measured on.
         data: Dataset folder of the loss; None is the run's own. A Hugging Face folder has none.
         context: Tokens per window, and most tokens of a request; None is that of training.
@@ -63,6 +63,8 @@ class EvaluateConfig:
                 )
         if self.tokens != "all" and self.tokens < 0:
             raise ValueError(f'tokens must be "all" or >= 0, got {self.tokens}')
+        if self.out == "":
+            raise ValueError("out must be a folder, or left out for that of the model, got none")
         if self.include_path is not None and not Path(self.include_path).is_dir():
             raise ValueError(f"include_path must be a folder, got {self.include_path}")
         if self.tokens == 0 and not self.task_names:

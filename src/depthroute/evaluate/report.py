@@ -27,15 +27,21 @@ def format_evaluation(result: Evaluation) -> str:
     table = [["measure", "value", "std error", "count"], *(list(line[:4]) for line in lines)]
     if (found := result.comparison) is not None:
         table[0] += [found.run, "difference", "95 % interval"]
-        for row, line, theirs in zip(table[1:], lines, _lines(found.theirs), strict=True):
-            row += [theirs.value, line.difference, line.interval]
-    notes = [
-        f"{task.name}: {task.num_cut} requests were longer than the model's context and lost "
-        "their beginning"
+        theirs = {line.measure: line.value for line in _lines(found.theirs)}
+        for row, line in zip(table[1:], lines, strict=True):
+            row += [theirs.get(line.measure, "-"), line.difference, line.interval]
+    notes = _notes(result) if found is None else _notes(result) + _notes(found.theirs)
+    return "\n".join([markdown_table(table), *notes])
+
+
+def _notes(result: Evaluation) -> list[str]:
+    """Say whose requests lost their beginning."""
+    return [
+        f"{task.name}: {task.num_cut} requests to {result.run} were longer than its context and "
+        "lost their beginning"
         for task in result.tasks
         if task.num_cut
     ]
-    return "\n".join([markdown_table(table), *notes])
 
 
 def _lines(result: Evaluation) -> list[_Line]:

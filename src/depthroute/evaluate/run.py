@@ -1,6 +1,8 @@
 """An evaluation from settings to a table."""
 
 import json
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -8,13 +10,24 @@ from typing import Any, NamedTuple
 
 from depthroute.config import to_dict
 from depthroute.evaluate.config import EvaluateConfig
-from depthroute.evaluate.harness import require_harness
 from depthroute.evaluate.loss import WindowLosses, window_losses
 from depthroute.evaluate.progress import Processes, Work
 from depthroute.evaluate.scoring import Scorer
 from depthroute.evaluate.statistics import Difference, paired_differences
-from depthroute.evaluate.subject import Subject, context_of, loss_windows, open_subject
-from depthroute.evaluate.tasks import TaskResult, mean_over_tasks, run_tasks
+from depthroute.evaluate.subject import (
+    Subject,
+    TokenSet,
+    context_of,
+    open_subject,
+    token_set,
+)
+from depthroute.evaluate.tasks import (
+    LoadedTask,
+    TaskResult,
+    load_tasks,
+    mean_over_tasks,
+    run_loaded,
+)
 from depthroute.files import write_text
 from depthroute.train.report import Reporter
 from depthroute.train.run import environment
@@ -57,8 +70,9 @@ class Evaluation(NamedTuple):
 
 
 def evaluate(model: str | Path | Subject, config: EvaluateConfig) -> Evaluation:
-    """Measure a model and write `results.json`.
+    """Measure a model and write `results.json`, before a comparison and again after it.
 
+    Whatever can be checked is checked before the work: data, tasks and the model to compare with.
     The same call continues where it was killed. Under torch.distributed the processes share the
     batches, and each returns the whole result.
 
@@ -71,33 +85,30 @@ def evaluate(model: str | Path | Subject, config: EvaluateConfig) -> Evaluation:
     Raises:
         ValueError: The model, the data or the tasks are not there, or do not fit.
         ImportError: There are tasks, and lm_eval is not installed; or transformers is missing.
-        FloatingPointError: A loss is not finite.
+        FloatingPointError: A loss, a log-likelihood or a logit is not finite.
     """
-    if config.task_names:
-        require_harness()
     if isinstance(model, Subject):
         _check_in_memory(config)
-        subject = model
-    else:
-        subject = open_subject(model, config)
-    name = subject.name
-    out = Path(name) / "evaluation" if config.out is None else Path(config.out)
-    processes = Processes.current()
-
-    def show(num_batches: int) -> Reporter:
-        return Reporter(f"{Path(name).name} evaluation", num_batches)
-
-    work = Work(out / "progress", subject.identity(), processes=processes, show=show)
-    loss = None if config.tokens == 0 else _loss(subject, config, work)
-    tasks = _tasks(subject, config, work) if config.task_names else []
-    result = Evaluation(name, subject.checkpoint, loss, tuple(tasks), None)
+    # before the model itself is loaded: one model at a time
+    other = None if config.compare_with is None else _checked(config.compare_with, config)
+    subject = model if isinstance(model, Subject) else open_subject(model, config)
+    tokens = _checked(subject, config)
+    if tokens is not None and other is not None:
+        _check_alike(subject.name, tokens, str(config.compare_with), other)
+    names, path = config.task_names, config.include_path
+    tasks = load_tasks(names, include_path=path) if names else []
+    out = Path(subject.name) / "evaluation" if config.out is None else Path(config.out)
+    result = _measure(subject, config, tokens, tasks, out / "progress")
+    _write(out, result, config)
     if config.compare_with is not None:
-        del subject, work  # one model at a time
-        place = None if config.out is None else str(out / "compare_with")
-        theirs = evaluate(config.compare_with, replace(config, compare_with=None, out=place))
+        del subject
+        subject = open_subject(config.compare_with, config)
+        place = Path(subject.name) / "evaluation" if config.out is None else out / "compare_with"
+        theirs = _measure(subject, config, other, tasks, place / "progress")
+        # what the other one's own evaluation wrote stays
+        _write(out / "compare_with", theirs, replace(config, compare_with=None))
         result = result._replace(comparison=_compare(result, theirs, config.bootstrap))
-    if processes.rank == 0:
-        write_text(out / "results.json", json.dumps(_numbers(result, config), indent=1) + "\n")
+        _write(out, result, config)
     return result
 
 
@@ -116,53 +127,87 @@ def _check_in_memory(config: EvaluateConfig) -> None:
         )
 
 
-def _loss(subject: Subject, config: EvaluateConfig, work: Work) -> WindowLosses:
-    windows, shards = loss_windows(subject, config)
-    mask = subject.mask_documents if config.mask_documents is None else config.mask_documents
-    return window_losses(
-        subject.model,
-        windows,
-        work,
-        shards=shards,
-        batch_size=config.batch_size,
-        mask_documents=mask,
-    )
+def _checked(model: str | Subject, config: EvaluateConfig) -> TokenSet | None:
+    """Check that a model can be measured, and return what its loss is measured on, if it is.
+
+    Raises:
+        ValueError: The model or its data are not there, or do not fit.
+    """
+    subject = model if isinstance(model, Subject) else open_subject(model, config)
+    if config.task_names:
+        context_of(subject, config)
+        subject.tokenizer()
+    return None if config.tokens == 0 else token_set(subject, config)
 
 
-def _tasks(subject: Subject, config: EvaluateConfig, work: Work) -> list[TaskResult]:
-    scorer = Scorer(
-        subject.model,
-        subject.tokenizer(),
-        context=context_of(subject, config),
-        batch_size=config.batch_size,
-        work=work,
-    )
-    return run_tasks(
-        scorer,
-        config.task_names,
-        include_path=config.include_path,
-        num_fewshot=config.num_fewshot,
-        limit=config.limit,
-    )
+def _check_alike(name: str, tokens: TokenSet, other_name: str, other: TokenSet) -> None:
+    """Refuse to compare losses that are not of the same thing.
+
+    Raises:
+        ValueError: Windows or masks differ.
+    """
+    if tokens.source != other.source:
+        raise ValueError(
+            f"compare_with: {name} and {other_name} differ in data or context, so there is "
+            "no loss of the same windows; tokens=0 compares tasks alone"
+        )
+    masks = tokens.mask_documents, other.mask_documents
+    if masks[0] != masks[1]:
+        raise ValueError(
+            f"compare_with: {name} and {other_name} differ in mask_documents, {masks[0]} and "
+            f"{masks[1]}; give mask_documents=true or false for both"
+        )
+
+
+def _measure(
+    subject: Subject,
+    config: EvaluateConfig,
+    tokens: TokenSet | None,
+    tasks: Sequence[LoadedTask],
+    progress: Path,
+) -> Evaluation:
+    """Measure one model, with what is done kept in a folder."""
+
+    def show(num_batches: int) -> Reporter:
+        return Reporter(f"{Path(subject.name).name} evaluation", num_batches)
+
+    work = Work(progress, subject.identity(), processes=Processes.current(), show=show)
+    loss, results = None, []
+    if tokens is not None:
+        loss = window_losses(
+            subject.model,
+            tokens.windows,
+            work,
+            shards=tokens.shards,
+            batch_size=config.batch_size,
+            mask_documents=tokens.mask_documents,
+        )
+    if tasks:
+        scorer = Scorer(
+            subject.model,
+            subject.tokenizer(),
+            context=context_of(subject, config),
+            batch_size=config.batch_size,
+            work=work,
+        )
+        results = run_loaded(scorer, tasks, num_fewshot=config.num_fewshot, limit=config.limit)
+    return Evaluation(subject.name, subject.checkpoint, loss, tuple(results), None)
 
 
 def _compare(ours: Evaluation, theirs: Evaluation, resamples: int) -> Comparison:
     """Pair two evaluations of the same settings.
 
     Raises:
-        ValueError: Their windows or items are not the same.
+        ValueError: Their items are not the same.
     """
     loss = None
     if ours.loss is not None and theirs.loss is not None:
-        if ours.loss.source != theirs.loss.source:
-            raise ValueError(
-                f"compare_with: {ours.run} and {theirs.run} differ in data or context, so there is "
-                "no loss of the same windows; tokens=0 compares tasks alone"
-            )
         pair = ({"loss": one.loss.means_nats} for one in (ours, theirs))
         loss = paired_differences(*pair, resamples=resamples)[1]
-    means = {task.name: task for task in ours.tasks if task.scores is not None}
-    other = {task.name: task for task in theirs.tasks}
+    other = {task.name: task for task in theirs.tasks if task.scores is not None}
+    means = {
+        task.name: task for task in ours.tasks if task.scores is not None and task.name in other
+    }
     if any(task.items != other[name].items for name, task in means.items()):
         raise ValueError("compare_with: the tasks changed between the two runs")
     tasks, mean = {}, None
@@ -170,6 +215,22 @@ def _compare(ours: Evaluation, theirs: Evaluation, resamples: int) -> Comparison
         scores = ({name: one[name].scores for name in means} for one in (means, other))
         tasks, mean = paired_differences(*scores, resamples=resamples)
     return Comparison(theirs.run, loss, tasks, mean, theirs)
+
+
+def _write(out: Path, result: Evaluation, config: EvaluateConfig) -> None:
+    """Write `results.json`, by one of the processes."""
+    if Processes.current().rank == 0:
+        text = json.dumps(_in_json(_numbers(result, config)), indent=1, allow_nan=False)
+        write_text(out / "results.json", text + "\n")
+
+
+def _in_json(value: Any) -> Any:
+    """Return a value with None in place of each number that JSON cannot say: inf and nan."""
+    if isinstance(value, dict):
+        return {key: _in_json(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_in_json(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _numbers(result: Evaluation, config: EvaluateConfig) -> dict[str, Any]:

@@ -145,14 +145,31 @@ def context_of(subject: Subject, config: EvaluateConfig) -> int:
     return context
 
 
-def loss_windows(
-    subject: Subject, config: EvaluateConfig
-) -> tuple[ValidationWindows, tuple[str, ...]]:
-    """Return the windows whose loss is asked for, and the sha256 of the files they are from.
+class TokenSet(NamedTuple):
+    """What a loss is measured on.
+
+    Attributes:
+        windows: The fixed set.
+        shards: sha256 of the files that the windows are from, tokens and document starts.
+        mask_documents: Keep attention within documents.
+    """
+
+    windows: ValidationWindows
+    shards: tuple[str, ...]
+    mask_documents: bool
+
+    @property
+    def source(self) -> tuple[Any, ...]:
+        """Return what is equal for the same windows, as `WindowLosses.source`."""
+        return self.windows.num_windows, self.windows.context, self.shards
+
+
+def token_set(subject: Subject, config: EvaluateConfig) -> TokenSet:
+    """Return the windows whose loss is asked for.
 
     Raises:
-        ValueError: There is no dataset, it does not fit the model, has no such split, or it holds
-            no window.
+        ValueError: There is no dataset, it does not fit the model, has no such split, or it or
+            the budget of tokens holds no window.
     """
     path = subject.data if config.data is None else config.data
     if path is None:
@@ -170,13 +187,20 @@ def loss_windows(
     known = dataset.manifest.tokenizer and (subject.data is None or Path(subject.data).exists())
     if config.data is not None and known:
         _check_tokenizer(subject, dataset, config.split)
+    context = context_of(subject, config)
+    max_tokens = None if config.tokens == "all" else config.tokens
+    if max_tokens is not None and max_tokens < context:
+        raise ValueError(
+            f'tokens must be "all", 0, or at least one window of context={context} tokens, '
+            f"got {max_tokens}"
+        )
     windows = validation_windows(
-        dataset.split(config.split),
-        context=context_of(subject, config),
-        max_tokens=None if config.tokens == "all" else config.tokens,
+        dataset.split(config.split), context=context, max_tokens=max_tokens
     )
     shards = dataset.manifest.splits[config.split]
-    return windows, tuple(file for one in shards for file in (one.bin_sha256, one.idx_sha256))
+    files = tuple(file for one in shards for file in (one.bin_sha256, one.idx_sha256))
+    mask = subject.mask_documents if config.mask_documents is None else config.mask_documents
+    return TokenSet(windows, files, mask)
 
 
 def _check_tokenizer(subject: Subject, dataset: TokenDataset, split: str) -> None:
