@@ -117,7 +117,9 @@ def window_losses(
                 raise FloatingPointError(f"the loss of window {index} is {nats}")
         return list(zip(sums, batch.row_bytes or [None] * len(sums), strict=True))
 
-    rows = work.with_settings(settings).do(math.ceil(windows.num_windows / batch_size), compute)
+    n = windows.num_windows
+    sizes = [min(batch_size, n - first) for first in range(0, n, batch_size)]
+    rows = work.with_settings(settings).do(sizes, compute)
     sums_nats, num_bytes = zip(*rows, strict=True)
     known = None if num_bytes[0] is None else sum(num_bytes)
     return WindowLosses(sums_nats, windows.context, shards, known)

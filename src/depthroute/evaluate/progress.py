@@ -4,15 +4,20 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from depthroute.train.report import Reporter
+
+T = TypeVar("T")
+
+_PATIENCE = timedelta(days=30)
 
 
 class Processes(NamedTuple):
@@ -33,6 +38,14 @@ class Processes(NamedTuple):
         if dist.is_initialized():
             dist.barrier()
 
+    def agreed(self, value: T) -> T:
+        """Return rank 0's value in every process of torch.distributed."""
+        if not dist.is_initialized():
+            return value
+        box = [value]
+        dist.broadcast_object_list(box)
+        return box[0]
+
 
 @contextmanager
 def launched() -> Iterator[None]:
@@ -42,7 +55,8 @@ def launched() -> Iterator[None]:
         return
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("gloo")  # the processes only wait for each other
+    # the processes only wait for each other, and one may wait for hours
+    dist.init_process_group("gloo", timeout=_PATIENCE)
     try:
         yield
     finally:
@@ -52,9 +66,10 @@ def launched() -> Iterator[None]:
 class Work:
     """Batches of results, kept in a folder from attempt to attempt.
 
-    The batches do not depend on the processes, so neither do the results. Process r of n does
-    every n-th batch from r on, unless it is done, and appends a line per batch to a file of its
-    own. All lines of equal settings count, whoever wrote them; one that a kill cut short does not.
+    The batches do not depend on the processes, so neither do the results. Of the batches that are
+    left, process r of n does every n-th from r on, and appends a line per batch to a file of its
+    own. All lines of equal settings count, whoever wrote them; one that a kill cut short, or that
+    is no batch, does not.
 
     Args:
         folder: Where the lines are kept; the processes must share it.
@@ -81,27 +96,28 @@ class Work:
         both = {**self.settings, **settings}
         return Work(self.folder, both, processes=self.processes, show=self.show)
 
-    def do(self, num_batches: int, compute: Callable[[int], list[Any]]) -> list[Any]:
+    def do(self, sizes: Sequence[int], compute: Callable[[int], list[Any]]) -> list[Any]:
         """Return the rows of all batches, in order.
 
         Args:
-            num_batches: How many batches there are.
+            sizes: Rows of each batch.
             compute: Returns the rows of a batch, which JSON must be able to say.
 
         Raises:
             ValueError: Without torch.distributed, another process still has its part to do.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        done = self._read()
-        rest = [i for i in range(num_batches) if i not in done]
-        mine = [i for i in rest if i % self.processes.world == self.processes.rank]
+        done, num_batches = self._read(sizes), len(sizes)
+        # one process says what is left: another may read when lines have been added
+        rest = self.processes.agreed([i for i in range(num_batches) if i not in done])
+        mine = rest[self.processes.rank :: self.processes.world]
         with (self.folder / f"{self._name}.{self.processes.rank}.jsonl").open("a") as file:
             for i in self._shown(mine, num_batches, len(rest)):
                 # a line begins with its own end: what a kill left before it stays apart
                 file.write("\n" + json.dumps([i, compute(i)]))
                 file.flush()
         self.processes.wait()
-        done = self._read()
+        done = self._read(sizes)
         missing = sum(i not in done for i in range(num_batches))
         if missing:
             raise ValueError(f"{missing} of {num_batches} batches are left to other processes")
@@ -112,10 +128,10 @@ class Work:
         text = json.dumps(self.settings, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def _read(self) -> dict[int, list[Any]]:
+    def _read(self, sizes: Sequence[int]) -> dict[int, list[Any]]:
         files = sorted(self.folder.glob(f"{self._name}.*.jsonl"))
-        lines = (line for file in files for line in file.read_text().splitlines())
-        return dict(record for record in map(_parse, lines) if record)
+        lines = (line for file in files for line in file.read_bytes().split(b"\n"))
+        return dict(record for line in lines if (record := _parse(line, sizes)) is not None)
 
     def _shown(self, mine: list[int], num_batches: int, num_left: int) -> Iterator[int]:
         """Go through this process's batches and show how many of all are done."""
@@ -133,9 +149,12 @@ class Work:
                     report.step(num_batches - num_left + own, "")
 
 
-def _parse(line: str) -> list[Any] | None:
-    """Read one line; None for one that is empty or cut short."""
+def _parse(line: bytes, sizes: Sequence[int]) -> tuple[int, list[Any]] | None:
+    """Read the number and the rows of a batch; None for a line that is cut short or no batch."""
     try:
-        return json.loads(line)
-    except json.JSONDecodeError:
-        return None
+        match json.loads(line.decode()):
+            case [int(i), list(rows)] if 0 <= i < len(sizes) and len(rows) == sizes[i]:
+                return i, rows
+    except ValueError:  # neither UTF-8 nor JSON
+        pass
+    return None

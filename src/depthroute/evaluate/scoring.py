@@ -150,7 +150,7 @@ class Scorer:
             batches[-1].append(i)
         digest = hashlib.sha256(json.dumps(request).encode()).hexdigest()
         work = self.work.with_settings({"kind": kind, "request": digest})
-        rows = work.do(len(batches), lambda b: compute(batches[b]))
+        rows = work.do([len(batch) for batch in batches], lambda b: compute(batches[b]))
         results = dict(zip(order, rows, strict=True))
         return [results[i] for i in range(len(lengths))]
 
