@@ -1,5 +1,6 @@
 """Whole evaluations: what is written and said, comparisons, several processes."""
 
+import itertools
 import json
 import math
 import os
@@ -13,8 +14,14 @@ import torch
 
 import depthroute
 from depthroute.config import from_dict, load
-from depthroute.data import PrepareConfig, TokenDataset, prepare, validation_windows
-from depthroute.evaluate import EvaluateConfig, evaluate, format_evaluation
+from depthroute.data import (
+    PrepareConfig,
+    TokenDataset,
+    load_tokenizer,
+    prepare,
+    validation_windows,
+)
+from depthroute.evaluate import EvaluateConfig, Subject, evaluate, format_evaluation
 from depthroute.train import load_model
 from depthroute.train.validate import validate
 
@@ -175,6 +182,33 @@ def test_the_other_runs_lines_and_notes_are_named(make_folder, tasks):
     other = other._replace(tasks=other.tasks[::-1])
     turned = result._replace(comparison=result.comparison._replace(theirs=other))
     assert table(format_evaluation(turned)) == table(said)
+
+
+def test_one_window_has_no_interval(make_folder):
+    ours, theirs = make_folder("ours"), make_folder("theirs", seed=1)
+    result = evaluate(ours, EvaluateConfig(tokens=16, compare_with=str(theirs)))
+    said = table(format_evaluation(result))["loss, nats per token"]
+    assert said[4:] == [f"{result.comparison.loss_nats.mean:+.4f}", "-"]
+
+
+def test_progress_stays_off_standard_output(make_folder, monkeypatch, capsys):
+    clock = itertools.count(0, 60)
+    monkeypatch.setattr("depthroute.evaluate.progress.time.monotonic", lambda: next(clock))
+    evaluate(make_folder(), EvaluateConfig(tokens=96, batch_size=1))
+    said = capsys.readouterr()
+    assert "run evaluation step 6/6" in said.err
+    assert said.out == ""
+
+
+def test_a_perplexity_beyond_any_float_is_infinite(make_folder, tmp_path, tiny_dataset):
+    model = load_model(make_folder())
+    with torch.no_grad():
+        model.lm_head.weight.mul_(10_000)
+    subject = Subject.of(model, load_tokenizer("bytes"), context=16, data=str(tiny_dataset))
+    result = evaluate(subject, EvaluateConfig(tokens=96, out=str(tmp_path)))
+    assert table(format_evaluation(result))["perplexity"][0] == "inf"
+    assert json.loads((tmp_path / "results.json").read_text())["loss"]["perplexity"] is None
+    assert result.loss.total.record(1)["val/perplexity"] is None
 
 
 def test_numbers_that_json_cannot_say_are_null(make_folder, monkeypatch):

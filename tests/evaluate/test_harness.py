@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import tqdm
 
 from depthroute.data import load_tokenizer
 from depthroute.evaluate import PRESETS, Scorer, Work, harness_model, run_tasks
@@ -264,9 +263,11 @@ def test_loaded_tasks_can_be_run_again(make_scorer, tasks):
 
 
 def test_only_progress_bars_are_kept_off_standard_error(capsys):
+    from tqdm import tqdm
+
     with contextlib.redirect_stderr(_WithoutBars()):
         print("one", file=sys.stderr)
-        for _ in tqdm.tqdm(range(3)):
+        for _ in tqdm(range(3)):
             pass
         print("two", file=sys.stderr)
     assert capsys.readouterr().err == "one\ntwo\n"

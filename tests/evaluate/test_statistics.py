@@ -44,6 +44,15 @@ def test_pairs_stay_together():
     assert found["a"] == (0.25, 0.25, 0.25)  # however the items are drawn
 
 
+def test_one_pair_has_no_interval():
+    ours = {"a": np.arange(9.0) ** 2, "b": np.array([2.0])}
+    theirs = {"a": np.arange(9.0), "b": np.array([1.0])}
+    found, mean = paired_differences(ours, theirs, resamples=100)
+    assert found["b"] == (1.0, None, None)
+    assert found["a"].low < found["a"].high
+    assert mean == ((found["a"].mean + 1.0) / 2, None, None)
+
+
 def test_the_same_call_gives_the_same_interval():
     ours, theirs = {"a": np.arange(30.0)}, {"a": np.arange(30.0) ** 1.1}
     first = paired_differences(ours, theirs, resamples=200)

@@ -172,6 +172,9 @@ def test_what_an_export_cannot_say_is_asked_for(run, tiny_dataset, tmp_path):
     config = EvaluateConfig(data=str(tiny_dataset), tokens=640)
     with pytest.raises(ValueError, match="bare holds no tokenizer"):
         evaluate(tmp_path / "bare", config)
+    (tmp_path / "bare/tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match=r"bare/tokenizer\.json: not a Hugging Face tokenizer"):
+        evaluate(tmp_path / "bare", config)
     shutil.copyfile(tmp_path / "hf/tokenizer.json", tmp_path / "bare/tokenizer.json")
     with pytest.raises(ValueError, match=r"bare does not say how many tokens.*context=N"):
         evaluate(tmp_path / "bare", config)

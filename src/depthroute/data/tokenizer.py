@@ -84,7 +84,7 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
     if path.is_dir():
         return _load_folder(path)
     if path.is_file() and path.suffix == ".json":
-        return HuggingFaceTokenizer(path.read_text(encoding="utf-8"))
+        return _from_json(path)
     raise ValueError(
         f'tokenizer must be "bytes", "tiktoken:NAME", "tiktoken:FILE", the path of a '
         f"tokenizer.json, a folder with a saved tokenizer, or where data is prepared "
@@ -123,6 +123,18 @@ class ByteTokenizer:
         write_info(folder, kind="bytes")
 
 
+def _from_json(path: Path) -> HuggingFaceTokenizer:
+    """Read a `tokenizer.json`.
+
+    Raises:
+        ValueError: If it is not a usable tokenizer; the message names the file.
+    """
+    try:
+        return HuggingFaceTokenizer(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
 def _load_folder(folder: Path) -> Tokenizer:
     info_path, json_path = folder / INFO_FILE, folder / JSON_FILE
     info: dict[str, Any] = {"kind": "huggingface"}
@@ -134,7 +146,7 @@ def _load_folder(folder: Path) -> Tokenizer:
         case "bytes":
             return ByteTokenizer()
         case "huggingface":
-            return HuggingFaceTokenizer(json_path.read_text(encoding="utf-8"))
+            return _from_json(json_path)
         case "tiktoken":
             return TiktokenTokenizer(
                 info["name"],

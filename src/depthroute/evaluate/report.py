@@ -71,8 +71,10 @@ def _lines(result: Evaluation) -> list[_Line]:
 def _ends(found: Difference | None, form: str, scale: int = 1) -> tuple[str, str]:
     if found is None:
         return "-", "-"
-    mean, low, high = (format(scale * number, f"+{form}") for number in found)
-    return mean, f"{low} to {high}"
+    mean, low, high = (
+        "-" if number is None else format(scale * number, f"+{form}") for number in found
+    )
+    return mean, "-" if found.low is None else f"{low} to {high}"
 
 
 def _percent(value: float | None) -> str:

@@ -2,11 +2,14 @@
 
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from rich.console import Console
 
 from depthroute.config import to_dict
 from depthroute.evaluate.config import EvaluateConfig
@@ -169,7 +172,10 @@ def _measure(
     """Measure one model, with what is done kept in a folder."""
 
     def show(num_batches: int) -> Reporter:
-        return Reporter(f"{Path(subject.name).name} evaluation", num_batches)
+        # standard output is for the table; without a terminal rich would wrap at 80 columns
+        width = None if sys.stderr.isatty() else 200
+        console = Console(stderr=True, width=width, highlight=False, soft_wrap=True)
+        return Reporter(f"{Path(subject.name).name} evaluation", num_batches, console)
 
     work = Work(progress, subject.identity(), processes=Processes.current(), show=show)
     loss, results = None, []

@@ -12,11 +12,17 @@ _MAX_DRAWS = 1 << 22  # indices in memory at a time
 
 
 class Difference(NamedTuple):
-    """A mean paired difference and the ends of its 95 % bootstrap interval."""
+    """A mean paired difference and the ends of its 95 % bootstrap interval.
+
+    Attributes:
+        mean: Over the pairs.
+        low: None if there is but one pair, which says nothing about others.
+        high: Likewise.
+    """
 
     mean: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
 
 
 def mean_and_error(values: np.ndarray) -> tuple[float, float | None]:
@@ -47,7 +53,8 @@ def paired_differences(
     """Return the difference of each group of items, and of the mean in which groups weigh equally.
 
     Items are drawn with replacement, from each group its own number; an item's two results stay
-    together. The draws depend on the group's name and size alone, so that a repetition agrees.
+    together. The draws depend on the group's name and size alone, so that a repetition agrees. A
+    group of one item has no interval, and the mean has none if a group has none.
 
     Args:
         ours: Results `[n]` per group.
@@ -58,12 +65,17 @@ def paired_differences(
     for name, values in ours.items():
         differences = np.asarray(values, dtype=float) - theirs[name]
         draws[name] = _resampled_means(differences, resamples, seed=zlib.crc32(name.encode()))
-        found[name] = _difference(mean_and_error(differences)[0], draws[name])
+        found[name] = _difference(
+            mean_and_error(differences)[0], draws[name], known=len(differences) > 1
+        )
     mean = math.fsum(difference.mean for difference in found.values()) / len(found)
-    return found, _difference(mean, np.mean(list(draws.values()), axis=0))
+    known = all(difference.low is not None for difference in found.values())
+    return found, _difference(mean, np.mean(list(draws.values()), axis=0), known=known)
 
 
-def _difference(mean: float, draws: np.ndarray) -> Difference:
+def _difference(mean: float, draws: np.ndarray, *, known: bool) -> Difference:
+    if not known:
+        return Difference(mean, None, None)
     low, high = np.quantile(draws, (_LOW, _HIGH)).tolist()
     return Difference(mean, low, high)
 

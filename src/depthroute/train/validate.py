@@ -19,15 +19,18 @@ class Validation(NamedTuple):
 
     @property
     def perplexity(self) -> float:
-        """Return `exp(loss)`."""
-        return math.exp(self.loss_nats)
+        """Return `exp(loss)`; inf above the largest float."""
+        try:
+            return math.exp(self.loss_nats)
+        except OverflowError:
+            return math.inf
 
     def record(self, step: int) -> dict[str, Any]:
-        """Return the record of `metrics.jsonl`."""
+        """Return the record of `metrics.jsonl`; JSON has no inf, so None stands for it."""
         return {
             "step": step,
             "val/loss_nats": self.loss_nats,
-            "val/perplexity": self.perplexity,
+            "val/perplexity": None if math.isinf(self.perplexity) else self.perplexity,
             "val/bits_per_byte": self.bits_per_byte,
             "val/tokens": self.tokens,
         }
