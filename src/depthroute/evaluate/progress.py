@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
+from depthroute.files import naming
 from depthroute.train.report import Reporter
 
 T = TypeVar("T")
@@ -111,11 +112,14 @@ class Work:
         # one process says what is left: another may read when lines have been added
         rest = self.processes.agreed([i for i in range(num_batches) if i not in done])
         mine = rest[self.processes.rank :: self.processes.world]
-        with (self.folder / f"{self._name}.{self.processes.rank}.jsonl").open("a") as file:
+        path = self.folder / f"{self._name}.{self.processes.rank}.jsonl"
+        with path.open("a") as file:
             for i in self._shown(mine, num_batches, len(rest)):
-                # a line begins with its own end: what a kill left before it stays apart
-                file.write("\n" + json.dumps([i, compute(i)]))
-                file.flush()
+                line = json.dumps([i, compute(i)])
+                with naming(path):
+                    # it begins with its own end: what a kill left before it stays apart
+                    file.write("\n" + line)
+                    file.flush()
         self.processes.wait()
         done = self._read(sizes)
         missing = sum(i not in done for i in range(num_batches))

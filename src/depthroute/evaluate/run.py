@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -172,9 +171,7 @@ def _measure(
     """Measure one model, with what is done kept in a folder."""
 
     def show(num_batches: int) -> Reporter:
-        # standard output is for the table; without a terminal rich would wrap at 80 columns
-        width = None if sys.stderr.isatty() else 200
-        console = Console(stderr=True, width=width, highlight=False, soft_wrap=True)
+        console = Console(stderr=True, soft_wrap=True)  # standard output is for the table
         return Reporter(f"{Path(subject.name).name} evaluation", num_batches, console)
 
     work = Work(progress, subject.identity(), processes=Processes.current(), show=show)
