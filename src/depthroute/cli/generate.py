@@ -23,6 +23,10 @@ class GenerateConfig:
     top_p: float = 1.0
     seed: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.tokens < 0:
+            raise ValueError(f"tokens must be >= 0, got {self.tokens}")
+
 
 def looks_like_setting(word: str) -> bool:
     """Tell whether a word is `key=value` with the name of a setting, or one close to it."""
