@@ -107,7 +107,7 @@ def find_tasks(names: Sequence[str], include_path: str | None) -> Any:
 
 
 @contextlib.contextmanager
-def naming(name: str) -> Iterator[None]:
+def naming_task(name: str) -> Iterator[None]:
     """Say of which task an error is, in one line.
 
     Args:

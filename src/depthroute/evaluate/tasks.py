@@ -11,7 +11,7 @@ from depthroute.evaluate.harness import (
     harness_model,
     is_mean,
     load_task,
-    naming,
+    naming_task,
     require_harness,
     run_task,
 )
@@ -112,7 +112,7 @@ def load_tasks(names: Sequence[str], *, include_path: str | None = None) -> list
     manager = find_tasks(tuple(wanted), include_path)
     found = []
     for name, metric in wanted.items():
-        with naming(name):
+        with naming_task(name):
             found.append(LoadedTask(name, metric, load_task(manager, name)))
     return found
 
@@ -163,7 +163,7 @@ def run_loaded(
     results = []
     for task in tasks:
         before = scorer.num_cut
-        with naming(task.name):
+        with naming_task(task.name):
             found = run_task(model, task.loaded, num_fewshot=num_fewshot, limit=limit)
             results.append(_result(task, found, num_cut=scorer.num_cut - before))
     return results
