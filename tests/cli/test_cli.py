@@ -331,6 +331,7 @@ def test_a_reader_that_stops_early_is_no_error():
 def test_wrong_arguments_are_refused(call, tmp_path):
     assert_mistake(call("generate", tmp_path, "x", "tokns=3"), 'did you mean "tokens"?')
     assert_mistake(call("generate", tmp_path, "x", "tokens=-1"), "tokens must be >= 0, got -1")
+    assert_mistake(call("generate", tmp_path, "--tokens=5"), "--tokens: unknown")
     assert_mistake(call("generate", tmp_path, "tokenz=5"), "tokenz: unknown", 'mean "tokens"?')
     assert_mistake(call("generate", tmp_path, "topk=", "tokens=1"), 'did you mean "top_k"?')
     assert_mistake(

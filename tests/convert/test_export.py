@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils.hub import HF_MODULES_CACHE
 
 from depthroute.config import load
 from depthroute.convert import ExportConfig, export_run, import_model, to_hugging_face
@@ -64,6 +65,9 @@ def elsewhere(folder: Path, tmp_path: Path, *, hide: bool) -> dict:
     for name in ("HF_HOME", "HF_MODULES_CACHE"):
         (tmp_path / name).mkdir()
     places = {name: str(tmp_path / name) for name in ("HF_HOME", "HF_MODULES_CACHE")}
+    # relative ones too; without the modules of the user's cache, which some libraries add
+    paths = [os.path.abspath(path) for path in sys.path]
+    paths = [path for path in paths if path != os.path.abspath(HF_MODULES_CACHE)]
     done = subprocess.run(
         [sys.executable, "-c", ELSEWHERE.format(hide=hide), folder, tmp_path / "again", PROMPT],
         capture_output=True,
@@ -72,7 +76,7 @@ def elsewhere(folder: Path, tmp_path: Path, *, hide: bool) -> dict:
         env={
             **os.environ,
             **places,
-            "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),  # relative ones too
+            "PYTHONPATH": os.pathsep.join(paths),
             "HF_HUB_OFFLINE": "1",
             "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         },
@@ -242,3 +246,6 @@ def test_another_kind_of_model_is_refused():
         to_hugging_face(to_hugging_face(model))
     with pytest.raises(TypeError, match="shell must be a DepthRouteForCausalLM, got CausalLM"):
         from_hugging_face(model)
+    shell = to_hugging_face(model)
+    shell.__class__ = type("Mine", (type(shell),), {})
+    assert from_hugging_face(shell).lm_head.weight is not None

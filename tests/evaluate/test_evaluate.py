@@ -1,5 +1,6 @@
 """Whole evaluations: what is written and said, comparisons, several processes."""
 
+import io
 import itertools
 import json
 import math
@@ -198,6 +199,20 @@ def test_progress_stays_off_standard_output(make_folder, monkeypatch, capsys):
     said = capsys.readouterr()
     assert "run evaluation step 6/6" in said.err
     assert said.out == ""
+
+
+@needs_harness
+@ignore_foreign_warnings
+def test_tasks_show_a_bar_on_a_terminal(make_folder, monkeypatch, tasks):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    for name in ("NO_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    evaluate(make_folder(), EvaluateConfig(tokens=0, tasks="choice", include_path=str(tasks)))
+    assert re.search("run evaluation .*━", sys.stderr.getvalue())
 
 
 def test_a_perplexity_beyond_any_float_is_infinite(make_folder, tmp_path, tiny_dataset):

@@ -6,6 +6,7 @@ from rich.console import Console
 from depthroute.evaluate import Processes, Work
 from depthroute.evaluate.progress import launched
 from depthroute.train.report import Reporter
+from helpers import full_disk
 
 
 class Killed(BaseException):
@@ -26,6 +27,12 @@ class Batches:
 
 
 EXPECTED = [[n**2 / 7, n // 3] for n in range(15)]
+
+
+def test_a_full_disk_is_named(tmp_path):
+    pattern = r"File too large: '.*\.0\.jsonl'"
+    with full_disk(), pytest.raises(OSError, match=pattern):
+        Work(tmp_path, {}).do([3], Batches())
 
 
 def test_killed_and_continued_equals_uninterrupted(tmp_path):

@@ -237,6 +237,10 @@ def test_the_body_gives_the_hidden_states(pair, tmp_path):
         ({"input_ids": IDS.float()}, r"must be integers .* got torch.float32"),
         ({"inputs_embeds": torch.zeros(2, 7, 8)}, r"inputs_embeds must be \[B, T, 32\]"),
         ({"input_ids": IDS, "cache": ()}, "must be a transformers.Cache, got tuple"),
+        (
+            {"input_ids": IDS, "attention_mask": torch.ones(2, 1, 7, 7, dtype=torch.int64)},
+            "must be boolean or what is added to the scores, got torch.int64",
+        ),
         ({"input_ids": IDS, "logits_to_keep": -1}, "logits_to_keep must be >= 0, got -1"),
         (
             {"input_ids": IDS, "cache": DynamicCache(), "past_key_values": DynamicCache()},

@@ -30,7 +30,7 @@ class GenerateConfig:
 
 def looks_like_setting(word: str) -> bool:
     """Tell whether a word is `key=value` with the name of a setting, or one close to it."""
-    found = re.fullmatch(r"(\w+)=\S*", word)
+    found = re.fullmatch(r"-*(\w+)=\S*", word)
     known = GenerateConfig.__dataclass_fields__
     return found is not None and bool(difflib.get_close_matches(found[1], known, cutoff=0.8))
 

@@ -61,12 +61,16 @@ def export_run(
         ("bos_token_id", "eos_token_id", "pad_token_id"), dataset.manifest.end_id
     )
     shell = to_hugging_face(model, max_position_embeddings=context, **ids)
+    from safetensors import SafetensorError
     from transformers import GenerationConfig
 
     shell.generation_config = GenerationConfig(**ids)
     with new_folder(out) as unfinished, without_bars():
         fast_tokenizer(dataset.tokenizer(), context=context).save_pretrained(unfinished)
-        shell.save_pretrained(unfinished)
+        try:
+            shell.save_pretrained(unfinished)
+        except SafetensorError as error:
+            raise OSError(f"{out} cannot be written: {error}") from error
         if with_code:
             write_code(unfinished)
         card = model_card(run, settings, dataset.manifest, model, license_id=config.license)

@@ -59,7 +59,7 @@ def from_hugging_face(shell: Any) -> CausalLM:
         TypeError: `shell` is no `DepthRouteForCausalLM`.
     """
     # by its name: the class may come from a folder with code of its own
-    if type(shell).__name__ != "DepthRouteForCausalLM":
+    if "DepthRouteForCausalLM" not in (kind.__name__ for kind in type(shell).__mro__):
         raise TypeError(f"shell must be a DepthRouteForCausalLM, got {type(shell).__name__}")
     with torch.device("meta"):
         model = CausalLM(shell.config.model_config(), seed=None)

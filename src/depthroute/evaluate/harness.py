@@ -117,12 +117,13 @@ def naming_task(name: str) -> Iterator[None]:
         ValueError: Whatever a task file, its code or the harness ran into.
         FloatingPointError: The model gave a number that is not finite.
         OSError: The disk, on which progress is kept.
+        RuntimeError: The device, or another process.
     """
     try:
         yield
     except FloatingPointError as error:
         raise FloatingPointError(f"tasks: {name}: {error}") from error
-    except OSError:
+    except (OSError, RuntimeError):  # the device, or another process that died
         raise
     except Exception as error:  # task files and their code fail with any
         kind = "" if type(error) is ValueError else type(error).__name__
@@ -149,6 +150,8 @@ def load_task(manager: Any, name: str) -> dict[str, Any]:
                 "network and copy its Hugging Face cache (HF_HOME), or write a task that reads "
                 "local files and name its folder in include_path"
             ) from error
+        except RuntimeError as error:  # of datasets, about a kind that it has given up
+            raise ValueError(f"its data cannot be loaded: {error}") from error
     if not loaded["tasks"]:
         raise ValueError("it holds no tasks")
     return loaded

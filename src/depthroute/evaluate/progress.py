@@ -113,13 +113,12 @@ class Work:
         rest = self.processes.agreed([i for i in range(num_batches) if i not in done])
         mine = rest[self.processes.rank :: self.processes.world]
         path = self.folder / f"{self._name}.{self.processes.rank}.jsonl"
-        with path.open("a") as file:
+        with path.open("ab", buffering=0) as file:
             for i in self._shown(mine, num_batches, len(rest)):
                 line = json.dumps([i, compute(i)])
                 with naming(path):
                     # it begins with its own end: what a kill left before it stays apart
-                    file.write("\n" + line)
-                    file.flush()
+                    file.write(f"\n{line}".encode())
         self.processes.wait()
         done = self._read(sizes)
         missing = sum(i not in done for i in range(num_batches))

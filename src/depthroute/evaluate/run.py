@@ -1,7 +1,9 @@
 """An evaluation from settings to a table."""
 
+import gc
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -104,6 +106,7 @@ def evaluate(model: str | Path | Subject, config: EvaluateConfig) -> Evaluation:
     _write(out, result, config)
     if config.compare_with is not None:
         del subject
+        gc.collect()  # the harness's model refers to it in a cycle
         subject = open_subject(config.compare_with, config)
         place = Path(subject.name) / "evaluation" if config.out is None else out / "compare_with"
         theirs = _measure(subject, config, other, tasks, place / "progress")
@@ -169,9 +172,10 @@ def _measure(
     progress: Path,
 ) -> Evaluation:
     """Measure one model, with what is done kept in a folder."""
+    # standard output is for the table; the harness runs with another sys.stderr
+    console = Console(file=sys.stderr, soft_wrap=True)
 
     def show(num_batches: int) -> Reporter:
-        console = Console(stderr=True, soft_wrap=True)  # standard output is for the table
         return Reporter(f"{Path(subject.name).name} evaluation", num_batches, console)
 
     work = Work(progress, subject.identity(), processes=Processes.current(), show=show)

@@ -186,6 +186,7 @@ def _result(wanted: LoadedTask, found: dict[str, Any], *, num_cut: int) -> TaskR
 
     Raises:
         ValueError: There is no one metric, or there are no items.
+        FloatingPointError: A score is not finite.
     """
     metrics = {task: _metrics(found["results"][task]) for task in found["samples"]}
     keys = {task: _choose(task, wanted.metric, values) for task, values in metrics.items()}
@@ -205,6 +206,10 @@ def _result(wanted: LoadedTask, found: dict[str, Any], *, num_cut: int) -> TaskR
             f"got {sorted(chosen)}; name the tasks one by one"
         )
     known = np.array(scores, dtype=float) if all_means else None
+    if known is not None and not np.isfinite(known).all():
+        raise FloatingPointError(
+            f"a score of {items[int(np.isfinite(known).argmin())]} is not finite"
+        )
     if known is None:
         ((task, key),) = keys.items()
         value, error = metrics[task][key], None

@@ -47,15 +47,17 @@ class OutProjection(Linear):
         """Map `[..., in_dim]` to `[..., out_dim + emit_dim]`."""
         if self.emit_weight is None:
             return super().forward(x)
-        joined = torch.cat([self.weight, self.emit_weight]) if self.joined is None else self.joined
+        joined = self.joined
+        if joined is None or torch.is_grad_enabled():
+            joined = torch.cat([self.weight, self.emit_weight])
         return F.linear(x, joined.to(x.dtype))
 
 
 class JoinedWeights:
     """Copies of `[W; W_emit]` of a model's output projections, for many passes over few tokens.
 
-    Within the context the projections take them, without gradients for `W` and `W_emit`. Nothing is
-    copied for a scheme that has no emitted rows.
+    Within the context the projections take them, unless gradients are recorded. Nothing is copied
+    for a scheme that has no emitted rows.
 
     Args:
         model: The model; later changes of its weights do not reach the copies.

@@ -167,8 +167,9 @@ class DepthRouteConfig(PreTrainedConfig):
             raise ValueError(f"max_position_embeddings must be null or >= 1, got {context!r}")
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             value = getattr(self, name)
-            several = name == "eos_token_id" and isinstance(value, list) and len(value) > 0
+            if value is None:
+                continue
+            several = name == "eos_token_id" and isinstance(value, list)
             for one in value if several else [value]:
-                known = type(one) is int and 0 <= one < self.vocab_size
-                if one is not None and not known:
+                if type(one) is not int or not 0 <= one < self.vocab_size:
                     raise ValueError(f"{name} must be in [0, {self.vocab_size}), got {one!r}")

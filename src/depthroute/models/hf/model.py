@@ -110,7 +110,10 @@ class DepthRoutePreTrainedModel(PreTrainedModel):
             module.init_weights(draw)
         elif isinstance(module, Linear | nn.Linear | nn.Embedding):
             for parameter in module.parameters(recurse=False):
-                draw(parameter) if parameter.ndim > 1 else nn.init.zeros_(parameter)
+                if parameter.ndim > 1:
+                    draw(parameter)
+                else:
+                    nn.init.zeros_(parameter)
 
     def _decode(
         self,
@@ -177,6 +180,12 @@ class DepthRoutePreTrainedModel(PreTrainedModel):
             raise ValueError(
                 "attention_mask must be [B, past + T] or [B, 1, T, past + T], got "
                 f"{tuple(attention_mask.shape)}"
+            )
+        ready = attention_mask is not None and attention_mask.ndim == 4
+        if ready and attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
+            raise ValueError(
+                "an attention_mask of four dimensions must be boolean or what is added to the "
+                f"scores, got {attention_mask.dtype}"
             )
         if cache is not None and not isinstance(cache, Cache):
             raise ValueError(f"the cache must be a transformers.Cache, got {type(cache).__name__}")
