@@ -167,15 +167,19 @@ def test_a_task_that_cannot_be_loaded_is_found_out_before_the_work(make_folder, 
     assert not (run / "evaluation").exists()
 
 
+def tasks_beside(theirs, tasks):
+    """Return the settings of a comparison by two tasks alone."""
+    return EvaluateConfig(
+        tokens=0, tasks="choice, few", include_path=str(tasks), compare_with=str(theirs)
+    )
+
+
 @needs_harness
 @ignore_foreign_warnings
 def test_the_other_runs_lines_and_notes_are_named(make_folder, tasks):
     ours = make_folder("ours", "data.context=64")
     theirs = make_folder("theirs", "data.context=16", seed=1)
-    config = EvaluateConfig(
-        tokens=0, tasks="choice, few", include_path=str(tasks), compare_with=str(theirs)
-    )
-    result = evaluate(ours, config)
+    result = evaluate(ours, tasks_beside(theirs, tasks))
     said = format_evaluation(result)
     assert re.search(rf"choice: \d+ requests to {theirs} were longer than its context", said)
     assert f"requests to {ours}" not in said
@@ -243,10 +247,7 @@ def test_numbers_that_json_cannot_say_are_null(make_folder, monkeypatch):
 def test_accuracies_are_compared_item_by_item(make_folder, tasks):
     ours = make_folder("ours", "data.context=64")
     theirs = make_folder("theirs", "data.context=64", seed=1)
-    config = EvaluateConfig(
-        tokens=0, tasks="choice, few", include_path=str(tasks), compare_with=str(theirs)
-    )
-    result = evaluate(ours, config)
+    result = evaluate(ours, tasks_beside(theirs, tasks))
     pairs = zip(result.tasks, result.comparison.theirs.tasks, strict=True)
     differences = {}
     for mine, other in pairs:

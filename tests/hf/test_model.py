@@ -30,10 +30,11 @@ def test_logits_are_those_of_the_decoder(pair, name):
 
 # the second scheme runs Softmax1 attention, with one more key
 schemes = pytest.mark.parametrize("name", ["s_lr", "oasis_block3"])
+attentions = pytest.mark.parametrize("attention", ["sdpa", "eager"])
 
 
 @schemes
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@attentions
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_changes_nothing(pair, name, attention, side):
     model, shell = pair(name)
@@ -47,7 +48,7 @@ def test_padding_changes_nothing(pair, name, attention, side):
 
 
 @schemes
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@attentions
 def test_positions_that_restart_keep_documents_apart(pair, name, attention):
     model, shell = pair(name)
     shell.set_attn_implementation(attention)
@@ -142,7 +143,7 @@ def test_attention_weights_come_from_eager_attention(pair, name):
 
 
 @schemes
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@attentions
 @pytest.mark.parametrize("kind", ["boolean", "added"])
 def test_a_mask_may_be_ready_for_the_attention_function(pair, name, attention, kind):
     model, shell = pair(name)

@@ -96,7 +96,6 @@ def generate(
 
     if looks_like_setting(prompt):
         prompt, settings = "", [prompt, *(settings or [])]
-
     _say(sample(run, prompt, load(GenerateConfig, None, settings or [])))
 
 

@@ -93,8 +93,9 @@ def evaluate(model: str | Path | Subject, config: EvaluateConfig) -> Evaluation:
     """
     if isinstance(model, Subject):
         _check_in_memory(config)
-    # before the model itself is loaded: one model at a time
-    other = None if config.compare_with is None else _checked(config.compare_with, config)
+    other = None
+    if config.compare_with is not None:  # before the model itself is loaded: one at a time
+        other = _checked(open_subject(config.compare_with, config), config)
     subject = model if isinstance(model, Subject) else open_subject(model, config)
     tokens = _checked(subject, config)
     if tokens is not None and other is not None:
@@ -132,13 +133,12 @@ def _check_in_memory(config: EvaluateConfig) -> None:
         )
 
 
-def _checked(model: str | Subject, config: EvaluateConfig) -> TokenSet | None:
+def _checked(subject: Subject, config: EvaluateConfig) -> TokenSet | None:
     """Check that a model can be measured, and return what its loss is measured on, if it is.
 
     Raises:
-        ValueError: The model or its data are not there, or do not fit.
+        ValueError: Its data are not there, or do not fit.
     """
-    subject = model if isinstance(model, Subject) else open_subject(model, config)
     if config.task_names:
         context_of(subject, config)
         subject.tokenizer()

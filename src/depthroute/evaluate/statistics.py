@@ -65,16 +65,15 @@ def paired_differences(
     for name, values in ours.items():
         differences = np.asarray(values, dtype=float) - theirs[name]
         draws[name] = _resampled_means(differences, resamples, seed=zlib.crc32(name.encode()))
-        found[name] = _difference(
-            mean_and_error(differences)[0], draws[name], known=len(differences) > 1
-        )
+        several = len(differences) > 1
+        found[name] = _difference(mean_and_error(differences)[0], draws[name] if several else None)
     mean = math.fsum(difference.mean for difference in found.values()) / len(found)
     known = all(difference.low is not None for difference in found.values())
-    return found, _difference(mean, np.mean(list(draws.values()), axis=0), known=known)
+    return found, _difference(mean, np.mean(list(draws.values()), axis=0) if known else None)
 
 
-def _difference(mean: float, draws: np.ndarray, *, known: bool) -> Difference:
-    if not known:
+def _difference(mean: float, draws: np.ndarray | None) -> Difference:
+    if draws is None:
         return Difference(mean, None, None)
     low, high = np.quantile(draws, (_LOW, _HIGH)).tolist()
     return Difference(mean, low, high)

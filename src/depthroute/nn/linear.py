@@ -64,14 +64,10 @@ class JoinedWeights:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        emitting = [
-            part
-            for part in model.modules()
-            if isinstance(part, OutProjection) and part.emit_weight is not None
-        ]
         self._copies = [
             (part, torch.cat([part.weight.detach(), part.emit_weight.detach()]))
-            for part in emitting
+            for part in model.modules()
+            if isinstance(part, OutProjection) and part.emit_weight is not None
         ]
 
     def __enter__(self) -> None:
